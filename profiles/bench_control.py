@@ -1,0 +1,121 @@
+"""Time the control plane: looking up the keys of one long prefix among all that an index holds.
+
+No GPU, no I/O.  Each section is a function from `Sizes` to a dict of figures; `main` merges and prints them.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flatcake.gva import Medium, encode_array
+from flatcake.index import MISS, Index
+from flatcake.keys import Identity, chain
+from flatcake.units import KiB
+
+T = TypeVar("T")
+Figures = dict[str, float]
+Section = Callable[["Sizes"], Figures]
+
+_CHUNK = 250_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much one run does."""
+
+    entries: int
+    """Live entries of the index."""
+    blocks: int
+    """Blocks of the request that is looked up."""
+    repeats: int
+    """Timings behind each median."""
+    seed: int
+    """Of the random keys."""
+
+
+def measure_keys(sizes: Sizes) -> Figures:
+    """Hash the tokens of one request."""
+    identity = Identity(model="bench", revision="0", kv_dtype="bf16", layout="bench", block_tokens=64)
+    tokens = np.random.default_rng(sizes.seed).integers(0, 150_000, sizes.blocks * 64)
+    return {"chain_us": _median_us(partial(chain, identity), [tokens] * sizes.repeats)}
+
+
+def measure_index(sizes: Sizes) -> Figures:
+    """Look up, publish and withdraw one request's keys in an index that is full but for them."""
+    rng = np.random.default_rng(sizes.seed)
+    index = Index(sizes.entries + sizes.blocks)
+    keys = rng.integers(0, 2**64, (sizes.entries, 2), dtype=np.uint64)
+    gvas = _addresses(sizes.entries)
+    started = time.perf_counter()
+    for start in range(0, sizes.entries, _CHUNK):
+        index.publish(keys[start : start + _CHUNK], gvas[start : start + _CHUNK])
+    fill_s = time.perf_counter() - started
+
+    hits = [keys[rng.integers(0, sizes.entries, sizes.blocks)] for _ in range(sizes.repeats)]
+    misses = [rng.integers(0, 2**64, (sizes.blocks, 2), dtype=np.uint64) for _ in range(sizes.repeats)]
+    assert (index.lookup(hits[0]) != MISS).all() and (index.lookup(misses[0]) == MISS).all()
+    new_gvas = _addresses(sizes.blocks)
+    publish_us, withdraw_us = [], []
+    for batch in misses:
+        publish_us.append(_once_us(partial(index.publish, batch, new_gvas)))
+        withdraw_us.append(_once_us(partial(index.withdraw, batch, new_gvas)))
+    return {
+        "lookup_us": _median_us(index.lookup, hits),
+        "lookup_miss_us": _median_us(index.lookup, misses),
+        "publish_us": statistics.median(publish_us),
+        "withdraw_us": statistics.median(withdraw_us),
+        "index_bytes": index.size_bytes,
+        "index_fill_s": round(fill_s, 3),
+        "reach_buckets_max": len(index.reach_counts()),
+    }
+
+
+SECTIONS: tuple[Section, ...] = (measure_keys, measure_index)
+
+
+def main() -> None:
+    """Run all sections and print their figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--entries", type=int, default=5_000_000, help="live entries of the index")
+    parser.add_argument("--blocks", type=int, default=3_421, help="blocks of one request")
+    parser.add_argument("--repeats", type=int, default=101, help="timings behind each median")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: only show that it runs")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    sizes = Sizes(entries=args.entries, blocks=args.blocks, repeats=args.repeats, seed=args.seed)
+    if args.smoke:
+        sizes = Sizes(entries=20_000, blocks=256, repeats=3, seed=args.seed)
+    figures: Figures = {"entries": sizes.entries, "blocks": sizes.blocks}
+    for section in SECTIONS:
+        figures |= section(sizes)
+    for name, value in figures.items():
+        print(f"{name:<20}{value:>16,.1f}")
+    if args.json:
+        print(json.dumps({"bench": "control", **figures}))
+
+
+def _addresses(count: int) -> npt.NDArray[np.uint64]:
+    return encode_array(Medium.SSD, 0, np.arange(count) * (4 * KiB))
+
+
+def _once_us(call: Callable[[], object]) -> float:
+    started = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - started) / 1e3
+
+
+def _median_us(call: Callable[[T], object], batches: list[T]) -> float:
+    return statistics.median(_once_us(partial(call, batch)) for batch in batches)
+
+
+if __name__ == "__main__":
+    main()
