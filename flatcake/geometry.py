@@ -36,7 +36,8 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.page_tokens < 1 or self.block_tokens < 1 or self.block_tokens % self.page_tokens:
             raise ShapeError(
-                f"block of {self.block_tokens} tokens, page of {self.page_tokens}: expected a whole number of pages a block"
+                f"block of {self.block_tokens} tokens, page of {self.page_tokens}: "
+                "expected a whole number of pages in a block"
             )
         if not self.layers or not all(self.layers):
             raise ShapeError(f"{len(self.layers)} layers: expected at least one, each with a component")
@@ -84,5 +85,6 @@ class Geometry:
 
     def fingerprint(self) -> str:
         """A digest of everything above, for `Identity.layout` and the headers of files."""
-        text = repr((self.block_tokens, self.page_tokens, self.dtype, [[(c.name, c.page_bytes) for c in p] for p in self.layers]))
+        layers = [[(component.name, component.page_bytes) for component in layer] for layer in self.layers]
+        text = repr((self.block_tokens, self.page_tokens, self.dtype, layers))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

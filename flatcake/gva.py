@@ -66,9 +66,7 @@ def decode(gva: SupportsIndex) -> Address:
     )
 
 
-def encode_array(
-    medium: npt.ArrayLike, node: npt.ArrayLike, offsets_bytes: npt.ArrayLike
-) -> npt.NDArray[np.uint64]:
+def encode_array(medium: npt.ArrayLike, node: npt.ArrayLike, offsets_bytes: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     """`encode` for whole arrays.
 
     Args:

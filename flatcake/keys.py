@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatcake.errors import ConfigError, ShapeError
+from flatcake.fields import check_types, require
 
 FORMAT_VERSION = 1
 """Version of the stored bytes and of this digest; raised when either changes."""
@@ -47,11 +48,12 @@ class Identity:
     """Version of the stored bytes."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("model", "revision", "kv_dtype", "layout"):
-            _require(name, getattr(self, name), _is_text(getattr(self, name)), "text that is not empty")
+            require(self, name, _has_utf8(getattr(self, name)), "text that is not empty")
         for name in ("block_tokens", "tp_size", "pp_size", "format_version"):
-            _require(name, getattr(self, name), _is_count(getattr(self, name), 1), "an integer, 1 or more")
-        _require("weight_version", self.weight_version, _is_count(self.weight_version, 0), "an integer, 0 or more")
+            require(self, name, getattr(self, name) >= 1, "1 or more")
+        require(self, "weight_version", self.weight_version >= 0, "0 or more")
 
     def digest(self) -> bytes:
         """Digest all fields with their names as 16 bytes, equal in every process and on every machine."""
@@ -157,16 +159,5 @@ def _token_bytes(tokens: Sequence[int] | npt.ArrayLike) -> bytes:
     return array.astype("<u4").tobytes()
 
 
-def _is_text(value: object) -> bool:
-    if not isinstance(value, str) or not value:
-        return False
-    return not any("\ud800" <= char <= "\udfff" for char in value)  # Lone surrogates have no UTF-8.
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _require(name: str, value: object, good: bool, expected: str) -> None:
-    if not good:
-        raise ConfigError(f"Identity.{name}={value!r}: expected {expected}")
+def _has_utf8(text: str) -> bool:
+    return bool(text) and not any("\ud800" <= char <= "\udfff" for char in text)  # Lone surrogates have none.

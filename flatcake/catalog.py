@@ -1,0 +1,307 @@
+"""The catalog decides: what is stored where, what a restore reads, where a save writes, what goes when full.
+
+It holds index, scopes, extents and placement, and never touches a byte of KV.  Time comes in as `now_ns`.
+Data planes, one a rank, in this process or in others, run its plans and report; it publishes a save when
+every rank has reported, and frees an extent when every rank is done with it.
+Write path:  [begin_save] -> data planes -> [finish] -> index
+Read path:   [match] -> [lease] -> [start_restore] -> data planes -> [finish]
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flatcake.gva import Medium, decode_array
+from flatcake.index import MISS
+from flatcake.ledger import LeaseEntry, Ledger, OpenPlan, Outcome
+from flatcake.messages import Completion, KeyArray, Plan, PlanKind, Runs
+from flatcake.placement import Placement, Turn
+from flatcake.prefix import prefix_of, runs_of
+from flatcake.reserve import DRAM_GVA_LIMIT, Reservation, SaveRequest, reserve_turn
+from flatcake.scopes import Scope
+from flatcake.space import Slots, Space
+
+GvaArray = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Hit:
+    """The longest stored prefix of a request: a hint until it is leased."""
+
+    keys: KeyArray
+    """uint64 [blocks, 2]: keys of the blocks found."""
+    gvas: GvaArray
+    """uint64 [blocks]: their addresses when they were looked up."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys)
+
+    def blocks_on(self, medium: Medium) -> int:
+        """How many of the blocks are on one medium."""
+        return int((decode_array(self.gvas)[0] == int(medium)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A save or restore that was not started, and why."""
+
+    reason: str
+
+
+class Catalog:
+    """Index, scopes, extents and open plans of one store.  Any number of threads may call."""
+
+    def __init__(self, space: Space, placement: Placement, *, block_tokens: int, lease_ns: int, report_ns: int) -> None:
+        self.space = space
+        self.ranks: dict[int, int] = {}
+        """Epoch of each live rank."""
+        self.counts: Counter[str] = Counter()
+        self.release_number = 0
+        self._placement = placement
+        self._block_tokens = block_tokens
+        self._lease_ns = lease_ns
+        self._report_ns = report_ns
+        self._ledger = Ledger()
+        self._lock = threading.RLock()
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    def match(self, keys: KeyArray) -> Hit:
+        """The longest prefix of `keys` that is stored.  No lock, no side effects.  Cost: O(blocks)."""
+        gvas = self.space.index.lookup(keys)
+        blocks = _leading(gvas != MISS)
+        return Hit(keys[:blocks], gvas[:blocks])
+
+    def lease(self, keys: KeyArray, now_ns: int, hold_ns: int | None = None) -> LeaseEntry:
+        """Pin the longest stored prefix of `keys`: looked up again, under the lock, before it is trusted."""
+        with self._lock:
+            hit = self.match(keys)
+            prefix = prefix_of(hit.gvas, np.arange(hit.blocks), self.space)
+            for scope in prefix.scopes:
+                self.space.pin(scope)
+            self.space.scopes.touch(prefix.scopes, now_ns)
+            entry = LeaseEntry(
+                lease_id=self._ledger.next_id(),
+                keys=hit.keys,
+                gvas=hit.gvas,
+                runs=prefix.runs,
+                scopes=prefix.scopes,
+                deadline_ns=now_ns + (self._lease_ns if hold_ns is None else hold_ns),
+                release=self.release_number,
+            )
+            self._ledger.leases[entry.lease_id] = entry
+            return entry
+
+    def release(self, lease_id: int) -> None:
+        """Let a lease go; an unknown or expired one is no error."""
+        with self._lock:
+            entry = self._ledger.leases.pop(lease_id, None)
+            for scope in entry.scopes if entry else ():
+                self.space.unpin(scope)
+
+    def start_restore(self, lease_id: int, now_ns: int, skip_blocks: int = 0) -> Plan | Refused:
+        """Make the plan that restores a leased prefix from block `skip_blocks` on."""
+        with self._lock:
+            entry = self._ledger.leases.get(lease_id)
+            if entry is None or entry.deadline_ns <= now_ns:
+                return self._refuse("lease expired")
+            if entry.release != self.release_number:
+                return self._refuse("reset")
+            if not self.ranks:
+                return self._refuse("no data plane")
+            blocks = np.arange(skip_blocks, len(entry.keys))
+            runs = prefix_of(entry.gvas[skip_blocks:], blocks, self.space).runs if skip_blocks else entry.runs
+            plan = OpenPlan(kind=PlanKind.RESTORE, keys=entry.keys, gvas=entry.gvas, blocks=blocks, pinned=entry.scopes)
+            return self._open(plan, runs, now_ns)
+
+    # -- writing ----------------------------------------------------------------------------------------
+
+    def begin_save(self, session: str, keys: KeyArray, turn: Turn, now_ns: int) -> Plan | Refused:
+        """Place a turn and reserve its slots.  Blocks that are stored already are skipped and stay pinned.
+
+        Returns:
+            A plan, with no runs when everything is stored already; or why the save is refused.
+        """
+        with self._lock:
+            if not self.ranks:
+                return self._refuse("no data plane")
+            gvas = self.space.index.lookup(keys)
+            stored = np.flatnonzero(gvas != MISS)
+            known = prefix_of(gvas[stored], stored, self.space)
+            pinned = list(known.scopes)
+            for scope in pinned:
+                self.space.pin(scope)
+            request = SaveRequest(session, turn, gvas, known, self._block_tokens)
+            reserved = reserve_turn(request, self.space, self._placement, pinned, now_ns)
+            self.space.scopes.touch(pinned, now_ns)
+            plan = self._save_plan(keys, gvas, reserved, pinned, now_ns) if reserved else self._refuse("no room")
+            self._unpin(pinned)
+            return plan
+
+    # -- reports of ranks -------------------------------------------------------------------------------
+
+    def rank_started(self, rank: int, epoch: int) -> list[Outcome]:
+        """A rank's data plane is up; a new epoch means that what an older one had in DRAM is gone."""
+        with self._lock:
+            ended = self.rank_lost(rank) if self.ranks.get(rank, epoch) != epoch else []
+            self.ranks[rank] = epoch
+            return ended
+
+    def rank_lost(self, rank: int) -> list[Outcome]:
+        """A rank is gone: its open saves fail, its DRAM scopes are withdrawn, nothing waits for it."""
+        with self._lock:
+            if self.ranks.pop(rank, None) is None:
+                return []
+            for plan in list(self._ledger.plans.values()):
+                if rank in plan.waiting and plan.kind is PlanKind.SAVE:
+                    plan.note_failure(_first(plan.blocks), f"rank {rank} lost")
+            for scope in [s for s in self.space.scopes if s.medium is Medium.DRAM]:
+                self.space.withdraw(scope)
+            return [o for plan in list(self._ledger.plans.values()) if (o := self._report(plan, rank)) is not None]
+
+    def finish(self, completion: Completion) -> Outcome | None:
+        """Take a rank's report; returns the plan's outcome when that was the last one.
+
+        Reports of unknown plans, of ranks that are not live, and of older epochs are dropped and counted.
+        """
+        with self._lock:
+            plan = self._ledger.plans.get(completion.plan_id)
+            if plan is None or self.ranks.get(completion.rank) != completion.epoch:
+                self.counts["reports_dropped"] += 1
+                return None
+            if completion.first_bad_block is not None:
+                plan.note_failure(completion.first_bad_block, completion.reason)
+            return self._report(plan, completion.rank)
+
+    def expire(self, now_ns: int) -> list[Outcome]:
+        """Drop leases that are past their deadline, and fail plans whose ranks are late.
+
+        A late save is never published; its slots stay taken until its ranks have reported or are lost.
+        """
+        with self._lock:
+            for lease_id in [i for i, e in self._ledger.leases.items() if e.deadline_ns <= now_ns]:
+                self.counts["leases_expired"] += 1
+                self.release(lease_id)
+            late = [p for p in self._ledger.plans.values() if p.deadline_ns <= now_ns and not p.timed_out]
+            for plan in late:
+                plan.timed_out = True
+                plan.note_failure(_first(plan.blocks), "ranks did not report in time")
+            return [p.outcome() for p in late]
+
+    def reset(self) -> int:
+        """Withdraw everything, on every medium, at once; open saves will not be published.  Returns blocks."""
+        with self._lock:
+            self.release_number += 1
+            blocks = len(self.space.index)
+            for scope in self.space.scopes:
+                self.space.withdraw(scope)
+            return blocks
+
+    def open_counts(self) -> dict[str, int]:
+        """How many leases and plans are open, and how many withdrawn scopes still drain."""
+        with self._lock:
+            return {
+                "leases": len(self._ledger.leases),
+                "plans": len(self._ledger.plans),
+                "draining": len(self.space.draining),
+            }
+
+    def check(self) -> None:
+        """Assert the invariants of everything below, and that pins equal the leases and plans that hold them."""
+        with self._lock:
+            self.space.check()
+            self.space.index.check()
+            pins: Counter[int] = Counter()
+            for scopes in self._ledger.holders():
+                pins.update(scope.scope_id for scope in scopes)
+            for scope in [*self.space.scopes, *self.space.draining]:
+                assert scope.pins == pins[scope.scope_id], (scope.scope_id, scope.pins, pins[scope.scope_id])
+
+    # -- private ----------------------------------------------------------------------------------------
+
+    def _save_plan(
+        self, keys: KeyArray, gvas: GvaArray, reserved: Reservation, pinned: list[Scope], now_ns: int
+    ) -> Plan:
+        targets = gvas.copy()
+        if reserved.slots:
+            targets[reserved.blocks] = np.concatenate([self.space.gvas(part) for part in reserved.slots])
+        self.counts["save_blocks_skipped"] += len(keys) - len(reserved.blocks)
+        self.counts["dram_spills"] += reserved.spilled
+        entry = OpenPlan(
+            kind=PlanKind.SAVE, keys=keys, gvas=targets, blocks=reserved.blocks, pinned=pinned, slots=reserved.slots
+        )
+        return self._open(entry, runs_of(reserved.slots, reserved.blocks), now_ns)
+
+    def _open(self, entry: OpenPlan, runs: Runs, now_ns: int) -> Plan:
+        """Number a plan and pin its scopes until every rank has reported; an empty plan is done at once."""
+        entry.plan_id = self._ledger.next_id()
+        entry.release, entry.deadline_ns = self.release_number, now_ns + self._report_ns
+        entry.waiting, entry.pinned = set(self.ranks), list(entry.pinned)
+        if len(entry.blocks):
+            for scope in entry.pinned:
+                self.space.pin(scope)
+            self._ledger.plans[entry.plan_id] = entry
+        return Plan(kind=entry.kind, plan_id=entry.plan_id, runs=runs, keys=entry.keys, release=entry.release)
+
+    def _report(self, plan: OpenPlan, rank: int) -> Outcome | None:
+        plan.waiting.discard(rank)
+        if plan.waiting or self._ledger.plans.pop(plan.plan_id, None) is None:
+            return None
+        published = 0
+        if plan.kind is PlanKind.SAVE:
+            published = self._settle_save(plan)
+        elif plan.first_bad_block is not None:
+            bad = slice(plan.first_bad_block, plan.first_bad_block + 1)
+            self.counts["blocks_dropped"] += self.space.index.withdraw(plan.keys[bad], plan.gvas[bad])
+        self._unpin(plan.pinned)
+        return plan.outcome(published)
+
+    def _settle_save(self, plan: OpenPlan) -> int:
+        """Publish a save that every rank wrote, or give its slots back.  Returns the blocks published."""
+        if plan.first_bad_block is not None or plan.release != self.release_number:
+            self.counts["saves_failed"] += 1
+            self.space.give_back(plan.slots)
+            return 0
+        published, at = 0, 0
+        for part in plan.slots:
+            blocks = plan.blocks[at : at + part.count]
+            at += part.count
+            if not part.scope.withdrawn:
+                published += self._publish(part, plan.keys[blocks], plan.gvas[blocks])
+        return published
+
+    def _publish(self, part: Slots, keys: KeyArray, gvas: GvaArray) -> int:
+        """Make blocks visible, unless another session published them first; a shared copy supersedes SSD."""
+        current = self.space.index.lookup(keys)
+        mine = current == MISS
+        if part.scope.session is None:
+            again = ~mine & (current >= DRAM_GVA_LIMIT)
+            self.counts["blocks_superseded"] += int(again.sum())
+            mine |= again
+        self.counts["blocks_lost_race"] += int((~mine).sum())
+        self.space.index.publish(keys[mine], gvas[mine])
+        part.scope.record(keys[mine], gvas[mine])
+        self.counts[f"blocks_saved_{part.extent.medium.name.lower()}"] += int(mine.sum())
+        return int(mine.sum())
+
+    def _unpin(self, scopes: Sequence[Scope]) -> None:
+        for scope in scopes:
+            self.space.unpin(scope)
+
+    def _refuse(self, reason: str) -> Refused:
+        self.counts[f"refused: {reason}"] += 1
+        return Refused(reason)
+
+
+def _leading(flags: npt.NDArray[np.bool_]) -> int:
+    """Length of the leading stretch of True."""
+    return len(flags) if flags.all() else int(np.argmin(flags))
+
+
+def _first(blocks: npt.NDArray[np.int64]) -> int:
+    return int(blocks.min()) if len(blocks) else 0

@@ -1,0 +1,82 @@
+"""From addresses back to runs, extents and the scopes that own them; and which leading blocks are shared.
+
+Pure.  Runs are maximal: consecutive blocks of the request in consecutive slots of one extent.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flatcake.gva import Medium, decode_array
+from flatcake.messages import RUN_COLUMNS, Int64Array, Runs
+from flatcake.scopes import Scope
+from flatcake.space import Slots, Space
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prefix:
+    """Stored blocks of a request, as runs in the order of the request."""
+
+    runs: Runs
+    owners: list[Scope]
+    """The scope of each run."""
+    scopes: list[Scope]
+    """Each owner once, in the order of its first block: root first."""
+
+
+def prefix_of(gvas: npt.NDArray[np.uint64], blocks: Int64Array, space: Space) -> Prefix:
+    """Find the runs of stored blocks.
+
+    Args:
+        gvas: uint64 [n], addresses of live blocks.
+        blocks: int64 [n], their indices in the request, ascending.
+        space: Owner of the extents.
+
+    Cost: O(n) array elements and O(runs × log extents).
+    """
+    if not len(gvas):
+        return Prefix(Runs(np.empty((0, RUN_COLUMNS), np.int64)), [], [])
+    piece_bytes = int(space.tables[Medium.SSD].lanes.piece_bytes[0])
+    breaks = (np.diff(gvas.astype(np.int64)) != piece_bytes) | (np.diff(blocks) != 1)
+    firsts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(breaks) + 1])
+    counts = np.diff(np.append(firsts, len(gvas)))
+    media, _, offsets = decode_array(gvas[firsts])
+    rows, owners = [], []
+    for medium, offset, count, first in zip(
+        media.tolist(), offsets.tolist(), counts.tolist(), blocks[firsts].tolist(), strict=True
+    ):
+        table = space.tables[Medium(medium)]
+        extent = table.at(offset)
+        assert extent is not None, f"address {medium}:{offset} is in no extent"
+        slot = table.slot_of(extent, offset)
+        rows.append((medium, extent.base_bytes, extent.room_blocks, extent.generation, slot, count, first))
+        owners.append(space.scopes.get(extent.scope_id))
+    return Prefix(Runs(np.array(rows, np.int64)), owners, list(dict.fromkeys(owners)))
+
+
+def runs_of(slots: list[Slots], blocks: Int64Array) -> Runs:
+    """The runs of reserved slots, where `blocks[i]` of the request goes to the i-th slot."""
+    rows: list[tuple[int, ...]] = []
+    at = 0
+    for part in slots:
+        extent, indices = part.extent, blocks[at : at + part.count]
+        cuts = np.flatnonzero(np.diff(indices) != 1) + 1
+        for piece in np.split(np.arange(part.count), cuts):
+            slot = part.first + int(piece[0])
+            row = (extent.medium, extent.base_bytes, extent.room_blocks, extent.generation, slot, len(piece))
+            rows.append((*map(int, row), int(indices[piece[0]])))
+        at += part.count
+    return Runs(np.array(rows, np.int64).reshape(-1, RUN_COLUMNS))
+
+
+def shared_prefix(session: str, known: Prefix) -> int:
+    """Leading blocks that `session` shares with another session; the scopes remember that it uses them."""
+    shared = 0
+    for (*_, count, first), owner in zip(known.runs.table.tolist(), known.owners, strict=True):
+        if owner.session != session:
+            owner.shared_blocks = max(owner.shared_blocks, first + count)
+        end = min(first + count, owner.shared_blocks)
+        if first <= shared < end:
+            shared = end
+    return shared

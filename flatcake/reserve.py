@@ -1,0 +1,101 @@
+"""Where a turn's blocks go: signals to decision to slots.  Paper §3.2.
+
+Pure.  A shared prompt that sits on SSD may be written once more, to DRAM, while its blocks are in GPU
+memory: the first writer could not know that it would be shared.  That copy supersedes the old address.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flatcake.gva import Medium
+from flatcake.index import MISS
+from flatcake.messages import Int64Array
+from flatcake.placement import Placement, Turn, TurnSignals
+from flatcake.prefix import Prefix, shared_prefix
+from flatcake.scopes import Scope
+from flatcake.space import Slots, Space
+
+DRAM_GVA_LIMIT = np.uint64(1 << 60)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reservation:
+    """Slots for the blocks of a turn that are to be written."""
+
+    slots: list[Slots]
+    blocks: Int64Array
+    """Blocks of the request, in the order of the slots."""
+    spilled: bool = False
+    """DRAM was chosen and had no room."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SaveRequest:
+    """A turn to be saved, as the catalog found it."""
+
+    session: str
+    turn: Turn
+    gvas: npt.NDArray[np.uint64]
+    """uint64 [blocks]: where each block is stored already, MISS where it is not."""
+    known: Prefix
+    block_tokens: int
+
+
+def reserve_turn(
+    request: SaveRequest, space: Space, placement: Placement, pinned: list[Scope], now_ns: int
+) -> Reservation | None:
+    """Decide where the missing blocks go and take their slots.
+
+    Scopes that receive blocks are pinned and added to `pinned`.  Returns None, with nothing taken, when there
+    is no room.
+    """
+    gvas = request.gvas
+    decision = placement.place(_signals(request, space, now_ns))
+    lead = np.arange(min(decision.shared_dram_blocks, len(gvas)))
+    lead = lead[(gvas[lead] == MISS) | (gvas[lead] >= DRAM_GVA_LIMIT)]
+    slots = _reserve(None, Medium.DRAM, len(lead), space, pinned, now_ns)
+    if slots is None:
+        lead, slots = lead[:0], []
+    missing = gvas == MISS
+    missing[lead] = False
+    rest = np.flatnonzero(missing)
+    taken = _reserve(request.session, decision.medium, len(rest), space, pinned, now_ns)
+    spilled = taken is None and decision.medium is Medium.DRAM
+    if spilled:
+        taken = _reserve(request.session, Medium.SSD, len(rest), space, pinned, now_ns)
+    if taken is None:
+        space.give_back(slots)
+        return None
+    return Reservation(slots + taken, np.concatenate([lead, rest]), spilled)
+
+
+def _signals(request: SaveRequest, space: Space, now_ns: int) -> TurnSignals:
+    turn, blocks = request.turn, len(request.gvas)
+    shared = max(shared_prefix(request.session, request.known), turn.shared_tokens // request.block_tokens)
+    return TurnSignals(
+        turn=turn.index,
+        context_tokens=turn.context_tokens or blocks * request.block_tokens,
+        prior_reply_tokens=turn.prior_reply_tokens,
+        shared_blocks=min(shared, blocks),
+        block_tokens=request.block_tokens,
+        dram_free_blocks=space.available_blocks(Medium.DRAM, now_ns),
+    )
+
+
+def _reserve(
+    session: str | None, medium: Medium, blocks: int, space: Space, pinned: list[Scope], now_ns: int
+) -> list[Slots] | None:
+    if not blocks:
+        return []
+    scope = space.scopes.of_session(session, medium) if session is not None else None
+    if scope is None:
+        scope = space.scopes.create(session, medium, now_ns)
+    space.pin(scope)
+    taken = space.reserve(scope, blocks, now_ns)
+    if taken is None or scope in pinned:
+        space.unpin(scope)
+    else:
+        pinned.append(scope)
+    return taken

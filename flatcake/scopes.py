@@ -1,0 +1,124 @@
+"""Scopes: what is placed and reclaimed together, in the order of their last use.
+
+Pure.  A session has at most one scope per medium; a shared prompt has a scope of its own.  A scope with
+pins (leases, restores, saves) is never reclaimed; withdrawn with pins, it keeps its extents until the last
+pin goes.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from sortedcontainers import SortedDict
+
+from flatcake.extents import Extent
+from flatcake.gva import Medium
+from flatcake.messages import KeyArray
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """One session's blocks on one medium, or one shared prompt."""
+
+    scope_id: int
+    session: str | None
+    """None for a shared prompt."""
+    medium: Medium
+    last_use_ns: int
+    order: int
+    """Place in the order of use: larger is later."""
+    extents: list[Extent] = field(default_factory=list)
+    keys: list[KeyArray] = field(default_factory=list)
+    gvas: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+    pins: int = 0
+    shared_blocks: int = 0
+    """Blocks at positions below this are known to be used by another session too."""
+    withdrawn: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the scope that have been published."""
+        return sum(len(part) for part in self.keys)
+
+    @property
+    def used_blocks(self) -> int:
+        """Slots taken in its extents: published, being written, or lost to a failed save."""
+        return sum(extent.used_blocks for extent in self.extents)
+
+    def record(self, keys: KeyArray, gvas: npt.NDArray[np.uint64]) -> None:
+        """Remember published blocks, so that they can be withdrawn with the scope."""
+        self.keys.append(keys)
+        self.gvas.append(gvas)
+
+
+class ScopeTable:
+    """All scopes by id and by owner, and per medium in the order of last use."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Scope] = {}
+        self._by_owner: dict[tuple[str, Medium], Scope] = {}
+        self._by_use: dict[Medium, SortedDict] = {medium: SortedDict() for medium in Medium}
+        self._next_id = 1
+        self._next_order = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Scope]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, scope_id: int) -> Scope:
+        return self._by_id[scope_id]
+
+    def of_session(self, session: str, medium: Medium) -> Scope | None:
+        return self._by_owner.get((session, medium))
+
+    def create(self, session: str | None, medium: Medium, now_ns: int) -> Scope:
+        """Make an empty scope; `session` None makes a shared prompt's."""
+        scope = Scope(self._next_id, session, medium, now_ns, self._next_order)
+        self._next_id += 1
+        self._next_order += 1
+        self._by_id[scope.scope_id] = scope
+        self._by_use[medium][scope.order] = scope
+        if session is not None:
+            assert (session, medium) not in self._by_owner
+            self._by_owner[session, medium] = scope
+        return scope
+
+    def touch(self, path: Iterable[Scope], now_ns: int) -> None:
+        """Mark the scopes of one prefix, root first, as used now.
+
+        Leaves come before what they hang on: a scope is never older than those that need its blocks, and
+        of scopes used together the leaf is reclaimed first.
+        """
+        for scope in reversed(list(path)):
+            if scope.withdrawn:
+                continue
+            del self._by_use[scope.medium][scope.order]
+            scope.order, scope.last_use_ns = self._next_order, now_ns
+            self._next_order += 1
+            self._by_use[scope.medium][scope.order] = scope
+
+    def oldest(self, medium: Medium) -> Iterator[Scope]:
+        """Scopes of a medium without pins, oldest last use first."""
+        return (scope for scope in self._by_use[medium].values() if not scope.pins)
+
+    def remove(self, scope: Scope) -> None:
+        """Take a scope out of every order; the caller frees its extents when its pins are gone."""
+        assert not scope.withdrawn
+        scope.withdrawn = True
+        del self._by_id[scope.scope_id]
+        del self._by_use[scope.medium][scope.order]
+        if scope.session is not None:
+            del self._by_owner[scope.session, scope.medium]
+
+    def check(self) -> None:
+        """Assert that all views hold the same scopes."""
+        assert sum(len(order) for order in self._by_use.values()) == len(self._by_id)
+        for medium, order in self._by_use.items():
+            for key, scope in order.items():
+                assert scope.order == key and scope.medium is medium and not scope.withdrawn
+                assert self._by_id[scope.scope_id] is scope and scope.pins >= 0
+        for (session, medium), scope in self._by_owner.items():
+            assert scope.session == session and scope.medium is medium
