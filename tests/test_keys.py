@@ -1,6 +1,7 @@
 """Keys: equal in every process, and different from the first difference on."""
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -27,6 +28,9 @@ CHANGES = {
     "weight_version": 1,
     "format_version": FORMAT_VERSION + 1,
 }
+
+GOLDEN = "1c776673894488f9193135ab551b81b6f5c14b1ea875cb65774af199f7431de0"
+"""Keys of tokens 0 to 7 with salt s and extra e."""
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -107,8 +111,6 @@ def test_chain_never_changes_its_meaning():
     assert chain(IDENTITY, range(8), salt=b"s", extra=b"e").astype("<u8").tobytes().hex() == GOLDEN
 
 
-GOLDEN = "1c776673894488f9193135ab551b81b6f5c14b1ea875cb65774af199f7431de0"
-
 PROGRAM = """
 from flatcake.keys import Identity, chain
 identity = Identity(model="llama", revision="abc", kv_dtype="bf16", layout="k,v", block_tokens=4)
@@ -164,7 +166,7 @@ def test_bytes_cannot_move_between_salt_and_extra(data, cut, cut2):
 def test_extend_in_parts_equals_one_chain(tokens, cuts):
     growing = Chain(IDENTITY, salt=b"s", extra=b"e")
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
-    parts = [growing.extend(tokens[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [growing.extend(tokens[a:b]) for a, b in itertools.pairwise(edges)]
     assert rows(np.concatenate(parts)) == rows(chain(IDENTITY, tokens, salt=b"s", extra=b"e"))
 
 
