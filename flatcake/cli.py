@@ -1,0 +1,133 @@
+"""The `flatcake` command: finds the subcommand, reads the settings file, turns errors into exit codes.
+
+The only module that reads the environment and settings files.  A subcommand's module is imported when it is
+chosen and not before, so that `flatcake doctor` does not load what `flatcake demo` needs.
+Exit codes: the subcommand's own; 2 for a caller's mistake; 130 when interrupted.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from flatcake import __version__
+from flatcake.errors import ConfigError, FlatCakeError
+
+CONFIG_VARIABLE = "FLATCAKE_CONFIG"
+
+
+class Subcommand(Protocol):
+    """What the module of a subcommand offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it and return the exit code; `args.settings` is the mapping read from the settings file, or empty."""
+
+
+class Command(NamedTuple):
+    """One line of the help, and the way to the module."""
+
+    summary: str
+    load: Callable[[], Subcommand]
+
+
+def load_demo() -> Subcommand:
+    from flatcake import demo
+
+    return demo
+
+
+def load_doctor() -> Subcommand:
+    from flatcake import doctor
+
+    return doctor
+
+
+COMMANDS: Mapping[str, Command] = {
+    "demo": Command("serve a real transformer over several sessions and compare its logits", load_demo),
+    "doctor": Command("say what this machine can do, which I/O path will be used, and what to change", load_doctor),
+}
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    commands: Mapping[str, Command] = COMMANDS,
+    environ: Mapping[str, str] | None = None,
+) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: Words after the program's name; the process's own by default.
+        commands: Subcommands by name.
+        environ: Environment; the process's own by default.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: Help or version was asked for (0), or a word is not understood (2).
+    """
+    head = _head_parser(commands).parse_args(argv)
+    logging.basicConfig(level=logging.DEBUG if head.verbose else logging.WARNING)
+    command = commands[head.command]
+    try:
+        module = command.load()
+        parser = argparse.ArgumentParser(prog=f"flatcake {head.command}", description=command.summary)
+        module.add_arguments(parser)
+        args = parser.parse_args(head.rest)
+        path = head.config or (os.environ if environ is None else environ).get(CONFIG_VARIABLE)
+        args.settings = read_settings(path) if path else {}
+        return module.run(args)
+    except FlatCakeError as error:
+        sys.stderr.write(f"flatcake {head.command}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"flatcake {head.command}: interrupted\n")
+        return 130
+
+
+def read_settings(path: str) -> dict[str, object]:
+    """Read a TOML or JSON file as the nested mapping that `config.from_mapping` takes.
+
+    Raises:
+        ConfigError: No such file, no permission, another suffix, not valid, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith(".toml"):
+            return tomllib.loads(text)
+        if not path.endswith(".json"):
+            raise ConfigError(f"{path}: expected a settings file that ends in .toml or .json")
+        settings = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the settings: {error.strerror}") from None
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid {path.rpartition('.')[2].upper()}: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, found a {type(settings).__name__}")
+    return settings
+
+
+def _head_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+    width = max(map(len, commands), default=0)
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in commands.items()]
+    parser = argparse.ArgumentParser(
+        prog="flatcake",
+        description="A flat KV-cache store for LLM serving.",
+        epilog="\n".join(["commands:", *lines, "", "`flatcake COMMAND --help` says more."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"flatcake {__version__}")
+    parser.add_argument("--verbose", action="store_true", help="log everything to stderr")
+    parser.add_argument("--config", metavar="FILE", help=f"settings, TOML or JSON; default: ${CONFIG_VARIABLE}")
+    parser.add_argument("command", choices=commands, metavar="COMMAND", help="one of those below")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options")
+    return parser
