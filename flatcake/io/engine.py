@@ -1,0 +1,74 @@
+"""What moves bytes between a medium and a window slot: the protocol that every engine keeps.
+
+A batch is submitted as a whole and answered as a whole, once nothing of it is in flight any more; until then
+its buffer belongs to the engine.  Faults are results, never exceptions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from flatcake.io.device import Stream
+from flatcake.io.seam import ByteArray
+
+
+class Transfer(NamedTuple):
+    """One contiguous range to move between a file of a medium and a buffer; bytes, multiples of 4 KiB."""
+
+    file: int
+    offset_bytes: int
+    size_bytes: int
+    buffer_offset: int
+
+
+class Result(NamedTuple):
+    """How one transfer ended."""
+
+    moved_bytes: int
+    """Bytes from the start of the range that are in place; all of them when `error` is 0."""
+    error: int
+    """An errno, or 0; a short read without an errno of its own is EIO."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Buffer:
+    """Memory that an engine reads into or writes from: a window slot, or host memory."""
+
+    tensor: torch.Tensor
+    """uint8 [bytes], contiguous, on the device."""
+    host: ByteArray | None
+    """The same bytes as a numpy array where they are host memory, else None."""
+
+    @property
+    def address(self) -> int:
+        return int(self.tensor.data_ptr())
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Buffer":
+        """Wrap a contiguous uint8 tensor."""
+        assert tensor.dtype == torch.uint8 and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
+        return cls(tensor, None if tensor.is_cuda else tensor.numpy())
+
+
+Done = Callable[[list[Result]], None]
+
+
+class Engine(Protocol):
+    """Moves batches.  Safe to call from several threads; `done` comes from any thread, exactly once a batch."""
+
+    name: str
+    """What `stats().io_path` calls it, e.g. ``posix`` or ``kvikio-compat``."""
+
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+        """Start reading; returns at once.
+
+        The bytes are in place for work that is queued on `stream` after `done` was called.
+        """
+
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+        """Start writing bytes that are complete in `buffer` now; `done` comes when they are on the medium."""
+
+    def close(self, wait_ns: int) -> bool:
+        """Stop the engine's threads; True when nothing was left in flight.  A second call does nothing."""

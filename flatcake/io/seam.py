@@ -1,0 +1,156 @@
+"""The one place that calls the operating system's files and memory.
+
+Everything above is handed a `Files`; tests hand in one that fails, stalls or tears on purpose.  Errors are
+the system's own `OSError`s: callers decide whether one is a refusal, a miss or a mistake.
+`io.device` is the same for GPUs.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flatcake.units import MiB, align_up
+
+HUGE_PAGE_BYTES = 2 * MiB
+_MAP_HUGETLB = 0x40000  # Python 3.11 has no names for these.
+_MAP_HUGE_2MB = 21 << 26
+_MAP_POPULATE = 0x8000
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_PATH_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostMemory:
+    """Anonymous host memory, aligned to 2 MiB, all of it faulted in."""
+
+    array: ByteArray
+    pages: str
+    """What backs it: ``hugetlb``, ``thp`` (asked for, granted by the kernel as it can) or ``small``."""
+
+    @property
+    def address(self) -> int:
+        return int(self.array.ctypes.data)
+
+
+class Files:
+    """System calls on files, directories and host memory.  Safe to call from several threads."""
+
+    def make_directory(self, path: str) -> None:
+        """Make a directory for the owner alone, with its parents; one that exists is left as it is."""
+        os.makedirs(path, mode=0o700, exist_ok=True)
+
+    def list_directory(self, path: str) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def lock(self, path: str) -> int:
+        """Create and lock a file for this process; raises `BlockingIOError` when another holds it."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | _PATH_FLAGS, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def read_text(self, path: str, bytes_max: int) -> str:
+        """The start of a small text file, for messages."""
+        fd = os.open(path, os.O_RDONLY | _PATH_FLAGS)
+        try:
+            return os.read(fd, bytes_max).decode(errors="replace")
+        finally:
+            os.close(fd)
+
+    def write_text(self, fd: int, text: str) -> None:
+        """Replace the content of a small open file."""
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text.encode(), 0)
+
+    def open_file(self, path: str, *, create: bool, direct: bool) -> int:
+        """Open a regular file for reading and writing, never through a symbolic link.
+
+        Raises:
+            FileExistsError: `create` and the file is there already.
+            OSError: Anything else; `EINVAL` where the filesystem refuses O_DIRECT.
+        """
+        flags = os.O_RDWR | _PATH_FLAGS | os.O_NONBLOCK
+        fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | (os.O_DIRECT if direct else 0), 0o600)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(f"{path}: not a regular file")
+        return fd
+
+    def allocate(self, fd: int, size_bytes: int) -> None:
+        """Give a file its blocks on the disk, so that later writes cannot run out of space."""
+        os.posix_fallocate(fd, 0, size_bytes)
+
+    def size_bytes(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, into: Sequence[memoryview], offset_bytes: int) -> int:
+        """Bytes read into the views, in order; fewer than asked at the end of the file."""
+        return os.preadv(fd, into, offset_bytes)
+
+    def write(self, fd: int, data: Sequence[memoryview], offset_bytes: int) -> int:
+        """Bytes written from the views, in order."""
+        return os.pwritev(fd, data, offset_bytes)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def free_bytes(self, path: str) -> int:
+        """Bytes of the filesystem that this process may still use."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def map_memory(self, size_bytes: int) -> HostMemory:
+        """Take zeroed host memory on huge pages where there are any; says what it got.
+
+        Raises:
+            OSError: The system has not that much memory to give.
+        """
+        length = align_up(size_bytes, HUGE_PAGE_BYTES)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            mapped = mmap.mmap(-1, length, private | _MAP_HUGETLB | _MAP_HUGE_2MB | _MAP_POPULATE)
+            return HostMemory(np.frombuffer(mapped, np.uint8)[:size_bytes], "hugetlb")
+        except OSError:
+            pass
+        mapped = mmap.mmap(-1, length + HUGE_PAGE_BYTES, private)
+        pages = "thp"
+        try:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        except (AttributeError, OSError):
+            pages = "small"
+        whole = np.frombuffer(mapped, np.uint8)
+        skip = -int(whole.ctypes.data) % HUGE_PAGE_BYTES
+        _populate(mapped, skip, length)
+        return HostMemory(whole[skip : skip + size_bytes], pages)
+
+
+def view_memory(address: int, size_bytes: int) -> ByteArray:
+    """Host memory at an address, as bytes; the caller keeps its owner alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+
+def _populate(mapped: mmap.mmap, start: int, length: int) -> None:
+    try:
+        mapped.madvise(_MADV_POPULATE_WRITE, start, length)
+        mapped.madvise(_MADV_COLLAPSE, start, length)
+    except OSError:  # An older kernel: the first touch faults the pages in.
+        np.frombuffer(mapped, np.uint8)[start : start + length : 4096] = 0
