@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from flatcake.fields import require
-from flatcake.sched.hrrn import SIZE_BYTES_MAX
+from flatcake.gva import OFFSET_BYTES_LIMIT
 
 RequestId = int | str
 
@@ -33,7 +33,9 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("ssd_bytes", "dram_bytes"):
             size = getattr(self, name)
-            require(self, name, type(size) is int and 0 <= size <= SIZE_BYTES_MAX, f"0 to {SIZE_BYTES_MAX} bytes")
+            require(
+                self, name, type(size) is int and 0 <= size <= OFFSET_BYTES_LIMIT, f"0 to {OFFSET_BYTES_LIMIT} bytes"
+            )
         for name in ("pages", "deadline_ns", "restore_ns_max"):
             value = getattr(self, name)
             require(self, name, type(value) is int and value >= 0, "a whole number, 0 or more")
@@ -111,3 +113,4 @@ class Forget:
 
 
 Action = StartPrefetch | CancelPrefetch | ReturnPages | Dispatch | Forget
+Actions = tuple[Action, ...]

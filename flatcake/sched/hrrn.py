@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from sortedcontainers import SortedList
 
-SIZE_BYTES_MAX = 1 << 48
-"""Largest request: the offsets of one medium (DESIGN §4)."""
+from flatcake.gva import OFFSET_BYTES_LIMIT
+
 TIME_NS_LIMIT = 1 << 62
 """Arrivals and the present lie below this: 146 years."""
 
@@ -46,7 +46,7 @@ class ResponseRatioQueue:
     def add(self, number: int, *, size_bytes: int, arrival_ns: int) -> None:
         """Add a request under a number that is not in the queue.  Cost: O(log n)."""
         assert number not in self._rows, number
-        assert 1 <= size_bytes <= SIZE_BYTES_MAX, size_bytes
+        assert 1 <= size_bytes <= OFFSET_BYTES_LIMIT, size_bytes
         assert 0 <= arrival_ns < TIME_NS_LIMIT, arrival_ns
         row = len(self._rows)
         if row == len(self._numbers):

@@ -43,5 +43,7 @@ class SchedConfig:
             require(self, name, getattr(self, name) >= 1, "1 or more")
         fits = self.restore_slots_max <= self.window_slots
         require(self, "restore_slots_max", fits, f"at most window_slots={self.window_slots}")
+        alike = self.order != "single_queue" or self.readmit == "arrival"
+        require(self, "readmit", alike, "arrival, as order=single_queue has no other place for a request")
         require(self, "wait_ns_max", self.wait_ns_max >= 0, "0 or more nanoseconds")
         require(self, "pages_held_max", self.pages_held_max >= 0, "0 or more pages")
