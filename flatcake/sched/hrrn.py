@@ -86,9 +86,12 @@ class ResponseRatioQueue:
         np.subtract(now_ns, self._arrivals[:count], out=waits)
         np.multiply(waits, self._inverse[:count], out=ratios)
         near = np.flatnonzero(ratios >= ratios.max() * _NEAR)
-        if len(near) > 1:
-            near = self._exact(near, waits[near], self._sizes[near])
-        return int(self._numbers[near[0]])
+        if len(near) == 1:
+            return int(self._numbers[near[0]])
+        numbers, sizes = self._numbers[:count], self._sizes[:count]
+        if len(near) < count:
+            numbers, waits, sizes = numbers[near], waits[near], sizes[near]
+        return _best_exactly(numbers, waits, sizes)
 
     def check(self) -> None:
         """Assert that the columns, the row numbers and the order by age agree."""
@@ -99,23 +102,6 @@ class ResponseRatioQueue:
             assert self._numbers[row] == number
             assert self._inverse[row] == 1.0 / int(self._sizes[row])
             assert (int(self._arrivals[row]), number) in self._by_age
-
-    def _exact(self, rows: Ints, waits: Ints, sizes: Ints) -> Ints:
-        # `wait_i * size_r - wait_r * size_i` says whether i is ahead of r.  Each product may need 110 bits, but the
-        # ratios agree to 2**-48, so the difference stays below 2**62 and arithmetic modulo 2**64 yields it exactly.
-        reference = 0
-        while True:
-            ahead = waits * sizes[reference] - waits[reference] * sizes
-            better = ahead > 0
-            if not better.any():
-                break
-            rows, waits, sizes, ahead = rows[better], waits[better], sizes[better], ahead[better]
-            reference = int(ahead.argmax())
-        ties = ahead == 0
-        rows, sizes = rows[ties], sizes[ties]
-        rows = rows[sizes == sizes.min()]  # equal ratio and equal size: equal arrival
-        first: Ints = rows[[self._numbers[rows].argmin()]]
-        return first
 
     def _allocate(self, rows: int) -> None:
         self._numbers: Ints = np.zeros(rows, np.int64)
@@ -131,3 +117,18 @@ class ResponseRatioQueue:
         self._allocate(2 * count)
         for column, values in zip((self._numbers, self._sizes, self._arrivals, self._inverse), old, strict=True):
             column[:count] = values
+
+
+def _best_exactly(numbers: Ints, waits: Ints, sizes: Ints) -> int:
+    # `wait_i * size_r - wait_r * size_i` says whether i is ahead of r.  Each product may need 110 bits, but the
+    # ratios agree to 2**-48, so the difference stays below 2**62 and arithmetic modulo 2**64 yields it exactly.
+    ahead = waits * sizes[0] - waits[0] * sizes
+    while ahead.max() > 0:
+        better = ahead > 0
+        numbers, waits, sizes, ahead = numbers[better], waits[better], sizes[better], ahead[better]
+        leader = int(ahead.argmax())
+        ahead = waits * sizes[leader] - waits[leader] * sizes
+    if ahead.any():
+        numbers, sizes = numbers[ahead == 0], sizes[ahead == 0]
+    smallest = sizes == sizes.min()  # equal ratio and equal size: equal arrival
+    return int(numbers.min() if smallest.all() else numbers[smallest].min())
