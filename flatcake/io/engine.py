@@ -4,6 +4,7 @@ A batch is submitted as a whole and answered as a whole, once nothing of it is i
 its buffer belongs to the engine.  Faults are results, never exceptions.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -12,6 +13,8 @@ import torch
 
 from flatcake.io.device import Stream
 from flatcake.io.seam import ByteArray
+
+log = logging.getLogger(__name__)
 
 
 class Transfer(NamedTuple):
@@ -72,3 +75,25 @@ class Engine(Protocol):
 
     def close(self, wait_ns: int) -> bool:
         """Stop the engine's threads; True when nothing was left in flight.  A second call does nothing."""
+
+
+def answer(done: Done, results: list[Result]) -> None:
+    """Call `done`; what it raises is logged, so that it cannot end the engine's thread."""
+    try:
+        done(results)
+    except Exception:
+        log.exception("the callback of a batch of %d transfers raised", len(results))
+
+
+def refuse(batch: Sequence[Transfer], error: int, done: Done) -> None:
+    """Answer that nothing was moved, for the reason `error`, an errno."""
+    answer(done, [Result(0, error) for _ in batch])
+
+
+def check_batch(batch: Sequence[Transfer], buffer: Buffer, files: int) -> None:
+    """Assert that all transfers lie in the buffer and name one of `files` files."""
+    size_bytes = buffer.tensor.numel()
+    for transfer in batch:
+        assert 0 <= transfer.file < files, (transfer, files)
+        assert transfer.offset_bytes >= 0 and transfer.size_bytes >= 0, transfer
+        assert 0 <= transfer.buffer_offset <= size_bytes - transfer.size_bytes, (transfer, size_bytes)

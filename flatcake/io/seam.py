@@ -5,18 +5,21 @@ the system's own `OSError`s: callers decide whether one is a refusal, a miss or 
 `io.device` is the same for GPUs.
 """
 
+import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from flatcake.units import MiB, align_up
+from flatcake.units import KiB, MiB, align_up
 
 HUGE_PAGE_BYTES = 2 * MiB
 _MAP_HUGETLB = 0x40000  # Python 3.11 has no names for these.
@@ -49,13 +52,22 @@ class Files:
         """Make a directory for the owner alone, with its parents; one that exists is left as it is."""
         os.makedirs(path, mode=0o700, exist_ok=True)
 
+    def real_path(self, path: str) -> str:
+        """The path without symbolic links; it need not exist."""
+        return os.path.realpath(path)
+
+    def filesystem(self, path: str) -> int:
+        """A number that is the same for all paths of one filesystem."""
+        return os.stat(path).st_dev
+
     def list_directory(self, path: str) -> list[str]:
         return sorted(os.listdir(path))
 
     def lock(self, path: str) -> int:
         """Create and lock a file for this process; raises `BlockingIOError` when another holds it."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | _PATH_FLAGS, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | _PATH_FLAGS, 0o600)
         try:
+            _require_regular(fd, path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(fd)
@@ -63,9 +75,10 @@ class Files:
         return fd
 
     def read_text(self, path: str, bytes_max: int) -> str:
-        """The start of a small text file, for messages."""
-        fd = os.open(path, os.O_RDONLY | _PATH_FLAGS)
+        """The start of a small regular file; never waits for a writer, as a pipe would."""
+        fd = os.open(path, os.O_RDONLY | _PATH_FLAGS | os.O_NONBLOCK)
         try:
+            _require_regular(fd, path)
             return os.read(fd, bytes_max).decode(errors="replace")
         finally:
             os.close(fd)
@@ -84,14 +97,20 @@ class Files:
         """
         flags = os.O_RDWR | _PATH_FLAGS | os.O_NONBLOCK
         fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | (os.O_DIRECT if direct else 0), 0o600)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            _require_regular(fd, path)
+        except OSError:
             os.close(fd)
-            raise OSError(f"{path}: not a regular file")
+            raise
         return fd
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         """Give a file its blocks on the disk, so that later writes cannot run out of space."""
         os.posix_fallocate(fd, 0, size_bytes)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        """Cut a file off, so that its blocks after `size_bytes` are free again."""
+        os.ftruncate(fd, size_bytes)
 
     def size_bytes(self, fd: int) -> int:
         return os.fstat(fd).st_size
@@ -131,6 +150,9 @@ class Files:
             return HostMemory(np.frombuffer(mapped, np.uint8)[:size_bytes], "hugetlb")
         except OSError:
             pass
+        available_bytes = _available_bytes()
+        if available_bytes is not None and available_bytes < length:  # Else the kernel might kill the process.
+            raise OSError(errno.ENOMEM, f"{size_bytes} bytes of memory wanted, {available_bytes} available")
         mapped = mmap.mmap(-1, length + HUGE_PAGE_BYTES, private)
         pages = "thp"
         try:
@@ -148,9 +170,39 @@ def view_memory(address: int, size_bytes: int) -> ByteArray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
 
+def _require_regular(fd: int, path: str) -> None:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+
+
+def _available_bytes() -> int | None:
+    """Memory that the system and the control group can still give, or None where neither tells."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        found.append(_counters("/proc/meminfo")["MemAvailable:"] * KiB)
+    with contextlib.suppress(OSError, ValueError):
+        group = "/sys/fs/cgroup/memory"
+        most, used, kinds = _number(f"{group}.max"), _number(f"{group}.current"), _counters(f"{group}.stat")
+        found.append(most - used + kinds["active_file"] + kinds["inactive_file"])
+    return min(found, default=None)
+
+
+def _number(path: str) -> int:
+    with open(path, encoding="ascii") as file:
+        return int(file.read())
+
+
+def _counters(path: str) -> defaultdict[str, int]:
+    with open(path, encoding="ascii") as file:
+        return defaultdict(int, {words[0]: int(words[1]) for words in map(str.split, file)})
+
+
 def _populate(mapped: mmap.mmap, start: int, length: int) -> None:
     try:
         mapped.madvise(_MADV_POPULATE_WRITE, start, length)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        np.frombuffer(mapped, np.uint8)[start : start + length : 4096] = 0  # An older kernel: touch every page.
+    with contextlib.suppress(OSError):  # Pages that cannot be joined just stay small.
         mapped.madvise(_MADV_COLLAPSE, start, length)
-    except OSError:  # An older kernel: the first touch faults the pages in.
-        np.frombuffer(mapped, np.uint8)[start : start + length : 4096] = 0
