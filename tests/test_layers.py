@@ -32,9 +32,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("ledger", "prefix", "sched.state"),
     ("reserve", "sched.mas"),
     # Decides / acts.
-    ("catalog", "io.paged", "io.engine"),
+    ("catalog", "io.paged", "io.engine", "io.pieces"),
     ("io.memory", "io.posix", "io.kvikio", "io.filepool", "io.arena", "io.window", "io.records"),
-    ("io.pump",),
+    ("io.pump", "io.tilecopy"),
     ("io.restore", "io.save"),
     ("dataplane",),
     # One process that has both.
