@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from flatcake.errors import ConfigError
 from flatcake.geometry import Geometry
 from flatcake.units import DIRECT_BYTES, align_up
 
@@ -58,7 +59,8 @@ class LaneTable:
 
     def room_blocks(self, size_bytes: int) -> int:
         """The most blocks for which `extent_bytes` is at most `size_bytes`; 0 if not even one fits."""
-        room = max(0, size_bytes // self.block_bytes)
+        bytes_per_block = self.block_bytes + self.layer_count * RECORD_BYTES_PER_PIECE
+        room = max(0, (size_bytes - RECORD_HEADER_BYTES) // bytes_per_block)
         while room and self.extent_bytes(room) > size_bytes:
             room -= 1
         return room
@@ -69,7 +71,8 @@ class LaneTable:
 
     def lane_offsets(self, room_blocks: Int64Array) -> Int64Array:
         """int64 [layers, n]: where each lane starts in each of n extents, from the extents' bases."""
-        records = np.array([self.record_bytes(int(room)) for room in room_blocks], np.int64)
+        per_block = self.layer_count * RECORD_BYTES_PER_PIECE
+        records = -(-(RECORD_HEADER_BYTES + room_blocks * per_block) // DIRECT_BYTES) * DIRECT_BYTES
         return records[None, :] + self.prefix_bytes[:, None] * room_blocks[None, :]
 
 
@@ -91,6 +94,15 @@ class Growth:
 
 
 def room_max(lanes: LaneTable, lane_bytes_max: int, file_bytes: int) -> int:
-    """Room at which the largest lane reaches `lane_bytes_max`, at least one block, inside one pool file."""
+    """Room at which the largest lane reaches `lane_bytes_max`, at least one block, inside one pool file.
+
+    Raises:
+        ConfigError: Not even one block fits in a file.
+    """
     room = max(1, lane_bytes_max // int(lanes.piece_bytes.max()))
+    if not lanes.room_blocks(file_bytes):
+        raise ConfigError(
+            f"a file of {file_bytes} bytes cannot hold one block; expected at least {lanes.extent_bytes(1)}: "
+            "raise the file's size or use a smaller block_tokens"
+        )
     return min(room, lanes.room_blocks(file_bytes))
