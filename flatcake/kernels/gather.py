@@ -1,0 +1,105 @@
+"""Paged KV memory to window: all pieces of a tile, all components, in one launch.  Paper §3.4.
+
+Write path:  pages -> [kernels.gather] -> window -> media -> reported -> published
+Padding and pages that are -1 are left as they are in the window, and the same pass sums what the window then holds.
+"""
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flatcake.kernels import checksum
+from flatcake.kernels.kvtable import KVTable
+from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
+
+
+@triton.jit(do_not_specialize=["items", "chunks"])
+def _gather_kernel(
+    window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+    items, chunks, components, pages_per_block,
+    TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    # Each program copies every n-th tile of units, and adds the sum of each to that of its piece.
+    item = tl.program_id(0)
+    while item < items:
+        piece, chunk, block, row_ptr, start, window_unit = read_item(
+            item, pieces_ptr, rows_ptr, starts_ptr, components, chunks, UNIT
+        )
+        first = chunk * TILE
+        part_units = (tl.load(row_ptr + 2) * tl.load(row_ptr + 4)).to(tl.int32) * pages_per_block
+        if first < part_units:
+            unit = tile_units(TILE, UNIT)
+            inside = first + unit < part_units
+            place, there = find_units(first, unit, inside, block, row_ptr, pages_ptr, pages_per_block, TILE, WIDE)
+            value = tl.load(memory_of(row_ptr, UNIT) + words_of(place, UNIT), mask=there)
+            target_ptr = window_ptr + words_of(window_unit + (first + unit), UNIT)
+            tl.store(target_ptr, value, mask=there)
+            if sums_ptr is not None:
+                value = tl.where(there, value, tl.load(target_ptr, mask=inside & ~there, other=0))
+                mixed = mixed_sum(value, inside, first, start, tl.load(seeds_ptr + piece), TILE, UNIT, WEYL, SPREAD)
+                tl.atomic_add(sums_ptr + piece, mixed, sem="relaxed")
+        item += tl.num_programs(0)
+
+
+def gather_pieces(
+    window: Tensor,
+    pieces: Tensor,
+    pages: Tensor,
+    kv: KVTable,
+    *,
+    sums: Tensor | None = None,
+    seeds: Tensor | None = None,
+    programs_max: int | None = None,
+) -> None:
+    """Copy pieces from the engine's pages to the window, on the current stream, in one launch.
+
+    Args:
+        window: uint8 [bytes], 16-byte aligned; written in the pieces' parts only, padding keeps what it held.
+        pieces: int64 [n, 3]: window offset in bytes (a multiple of 16), block (index into `pages`), layer.
+        pages: int64 [blocks * kv.pages_per_block]; the window's bytes of a page below 0 stay, and are summed.
+        kv: Where the engine's pages are; read.
+        sums: int32 [n], zeroed by the caller; each piece's unfinished checksum is added to it.
+        seeds: int32 [n], bits of `checksum.piece_seeds`.  Given together with `sums`, or not.
+        programs_max: At most so many programs, to leave multiprocessors to the model; `kv.tuning` says the default.
+
+    Raises:
+        ShapeError: A shape, dtype, stride, alignment or device differs from the above.
+
+    Offsets, blocks, layers and pages lie on the device and are not checked: wrong ones read wrong memory.
+    """
+    kv.check_launch(window, pieces, pages, sums, seeds)
+    if len(pieces) == 0:
+        return
+    walk = kv.walk(len(pieces), programs_max)
+    _gather_kernel[(walk.programs,)](
+        kv.words(window), pieces, pages, kv.rows, kv.starts, sums, seeds,
+        walk.items, walk.chunks, kv.components, kv.pages_per_block,
+        TILE=walk.tile_units, UNIT=kv.unit_bytes, WIDE=walk.wide,
+        WEYL=checksum.WEYL, SPREAD=checksum.SPREAD, num_warps=kv.tuning.warps,
+    )  # fmt: skip
+
+
+def gather_pieces_ref(
+    window: Tensor,
+    pieces: Tensor,
+    pages: Tensor,
+    kv: KVTable,
+    *,
+    sums: Tensor | None = None,
+    seeds: Tensor | None = None,
+) -> None:
+    """What `gather_pieces` means: the same arguments, in host memory, a page at a time."""
+    kv.check_launch(window, pieces, pages, sums, seeds)
+    target = window.numpy()
+    for number, (offset, block, layer) in enumerate(pieces.tolist()):
+        parts = kv.parts(layer)
+        table = pages[block * kv.pages_per_block :][: kv.pages_per_block].tolist()
+        for component, (part_bytes, size_bytes) in enumerate(parts):
+            part = target[offset + part_bytes :][:size_bytes].reshape(kv.pages_per_block, -1)
+            for slot, page in enumerate(table):
+                if page >= 0 and size_bytes:
+                    part[slot] = kv.host_page(layer, component, page).reshape(-1)
+        if sums is not None and seeds is not None:
+            total = checksum.sum_parts(target[None, offset:], parts, seeds.numpy()[number : number + 1])
+            sums[number] += int(total.view(np.int32)[0])

@@ -1,0 +1,107 @@
+"""Window to paged KV memory: all pieces of a tile, all components, in one launch.  Paper §3.4.
+
+Read path:  index -> sched -> plan -> window -> [kernels.scatter] -> event
+Padding is never copied, pages that are -1 are never written, and the same pass sums what the window holds.
+"""
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flatcake.kernels import checksum
+from flatcake.kernels.kvtable import KVTable
+from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
+
+
+@triton.jit(do_not_specialize=["items", "chunks"])
+def _scatter_kernel(
+    window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+    items, chunks, components, pages_per_block,
+    TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    # Each program copies every n-th tile of units, and adds the sum of each to that of its piece.
+    item = tl.program_id(0)
+    while item < items:
+        piece, chunk, block, row_ptr, start, window_unit = read_item(
+            item, pieces_ptr, rows_ptr, starts_ptr, components, chunks, UNIT
+        )
+        first = chunk * TILE
+        part_units = (tl.load(row_ptr + 2) * tl.load(row_ptr + 4)).to(tl.int32) * pages_per_block
+        if first < part_units:
+            unit = tile_units(TILE, UNIT)
+            inside = first + unit < part_units
+            value = tl.load(
+                window_ptr + words_of(window_unit + (first + unit), UNIT),
+                mask=inside, eviction_policy="evict_first",
+            )  # fmt: skip
+            place, there = find_units(first, unit, inside, block, row_ptr, pages_ptr, pages_per_block, TILE, WIDE)
+            tl.store(memory_of(row_ptr, UNIT) + words_of(place, UNIT), value, mask=there)
+            if sums_ptr is not None:
+                mixed = mixed_sum(value, inside, first, start, tl.load(seeds_ptr + piece), TILE, UNIT, WEYL, SPREAD)
+                tl.atomic_add(sums_ptr + piece, mixed, sem="relaxed")
+        item += tl.num_programs(0)
+
+
+def scatter_pieces(
+    window: Tensor,
+    pieces: Tensor,
+    pages: Tensor,
+    kv: KVTable,
+    *,
+    sums: Tensor | None = None,
+    seeds: Tensor | None = None,
+    programs_max: int | None = None,
+) -> None:
+    """Copy pieces from the window to the engine's pages, on the current stream, in one launch.
+
+    Args:
+        window: uint8 [bytes], 16-byte aligned; read.
+        pieces: int64 [n, 3]: window offset in bytes (a multiple of 16), block (index into `pages`), layer.
+        pages: int64 [blocks * kv.pages_per_block]; a page below 0 is skipped but still summed.  Others are distinct.
+        kv: Where the engine's pages are; they are written, nothing else is.
+        sums: int32 [n], zeroed by the caller; each piece's unfinished checksum is added to it.
+        seeds: int32 [n], bits of `checksum.piece_seeds`.  Given together with `sums`, or not.
+        programs_max: At most so many programs, to leave multiprocessors to the model; `kv.tuning` says the default.
+
+    Raises:
+        ShapeError: A shape, dtype, stride, alignment or device differs from the above.
+
+    Offsets, blocks, layers and pages lie on the device and are not checked: wrong ones write wrong memory.
+    """
+    kv.check_launch(window, pieces, pages, sums, seeds)
+    if len(pieces) == 0:
+        return
+    walk = kv.walk(len(pieces), programs_max)
+    _scatter_kernel[(walk.programs,)](
+        kv.words(window), pieces, pages, kv.rows, kv.starts, sums, seeds,
+        walk.items, walk.chunks, kv.components, kv.pages_per_block,
+        TILE=walk.tile_units, UNIT=kv.unit_bytes, WIDE=walk.wide,
+        WEYL=checksum.WEYL, SPREAD=checksum.SPREAD, num_warps=kv.tuning.warps,
+    )  # fmt: skip
+
+
+def scatter_pieces_ref(
+    window: Tensor,
+    pieces: Tensor,
+    pages: Tensor,
+    kv: KVTable,
+    *,
+    sums: Tensor | None = None,
+    seeds: Tensor | None = None,
+) -> None:
+    """What `scatter_pieces` means: the same arguments, in host memory, a page at a time."""
+    kv.check_launch(window, pieces, pages, sums, seeds)
+    source = window.numpy()
+    for number, (offset, block, layer) in enumerate(pieces.tolist()):
+        parts = kv.parts(layer)
+        table = pages[block * kv.pages_per_block :][: kv.pages_per_block].tolist()
+        for component, (part_bytes, size_bytes) in enumerate(parts):
+            part = source[offset + part_bytes :][:size_bytes].reshape(kv.pages_per_block, -1)
+            for slot, page in enumerate(table):
+                if page >= 0 and size_bytes:
+                    memory = kv.host_page(layer, component, page)
+                    memory[...] = part[slot].reshape(memory.shape)
+        if sums is not None and seeds is not None:
+            total = checksum.sum_parts(source[None, offset:], parts, seeds.numpy()[number : number + 1])
+            sums[number] += int(total.view(np.int32)[0])
