@@ -34,16 +34,16 @@ class Tuning:
     """Rows that are multiples of a power of two at least this large need no look-up per unit."""
     warps: int = 4
     """Warps of a program; a power of two."""
-    programs_max: int = 8 * 132
-    """Programs of a launch when the caller names no other bound: 8 on each multiprocessor of an H200."""
+    programs_per_sm: int = 8
+    """Programs for each multiprocessor when the caller names no other bound."""
 
     def __post_init__(self) -> None:
         for name, low in (("tile_units", 32), ("wide_units_min", 32), ("warps", 1)):
             value = getattr(self, name)
             if value < low or value & (value - 1):
                 raise ShapeError(f"Tuning.{name}={value}: expected a power of two, {low} or more")
-        if self.programs_max < 1:
-            raise ShapeError(f"Tuning.programs_max={self.programs_max}: expected 1 or more")
+        if self.programs_per_sm < 1:
+            raise ShapeError(f"Tuning.programs_per_sm={self.programs_per_sm}: expected 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,8 @@ class KVTable:
         tile = min(tile, row_power) if wide else tile
         chunks = max(1, -(-self.part_units_max // tile))
         items = pieces * self.components * chunks
-        programs_max = self.tuning.programs_max if programs_max is None else programs_max
+        if programs_max is None:
+            programs_max = tuning.programs_per_sm * _multiprocessors(self.rows.device)
         if programs_max < 1 or items >= 1 << 31:
             raise ShapeError(f"{items} work items, programs_max={programs_max}: expected below 2**31, and 1 or more")
         return Walk(items, chunks, min(items, programs_max), tile, wide)
@@ -233,3 +234,7 @@ def _unit_bytes(host: npt.NDArray[np.int64]) -> int:
         if divisor % unit_bytes == 0:
             return unit_bytes
     raise ShapeError(f"bases, sizes, strides and offsets share only {divisor} bytes: expected multiples of 4")
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

@@ -78,7 +78,7 @@ def test_scatter_equals_reference(shape: str, skip: bool, device: str) -> None:
     window, sums = launch(scatter_pieces, case, kv, summed=True)
     assert_pools_equal(got, expected)
     assert (window == case.window.numpy()).all() and (want_window == window).all()
-    assert want_sums is not None and np.array_equal(sums, want_sums) and want_sums.any()
+    assert sums is not None and want_sums is not None and np.array_equal(sums, want_sums) and want_sums.any()
 
 
 @DEVICES
@@ -93,7 +93,7 @@ def test_gather_equals_reference(shape: str, skip: bool, device: str) -> None:
     window, sums = launch(gather_pieces, case, got.table(device, SMALL, align=unit_bytes), summed=True)
     assert np.array_equal(window, want_window)
     assert_pools_equal(got, pool)
-    assert want_sums is not None and np.array_equal(sums, want_sums)
+    assert sums is not None and want_sums is not None and np.array_equal(sums, want_sums)
     assert np.array_equal(window, case.window.numpy()) == bool((case.pages < 0).all())
 
 
@@ -106,7 +106,7 @@ def test_gather_of_what_was_scattered_is_the_same(shape: str, device: str) -> No
     _, in_sums = launch(scatter_pieces, case, kv, summed=True)
     blank = Case(torch.zeros_like(case.window), case.pieces, case.pages, case.seeds)
     window, out_sums = launch(gather_pieces, blank, kv, summed=True)
-    assert np.array_equal(in_sums, out_sums)
+    assert in_sums is not None and out_sums is not None and np.array_equal(in_sums, out_sums)
     named = np.zeros(len(window), bool)
     for offset, _, layer in case.pieces.tolist():
         for begin, size in kv.parts(layer):
