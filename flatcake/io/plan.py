@@ -89,9 +89,9 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits) -> TilePlan:
             "use a smaller block_tokens or raise read_bytes_max and slot_bytes"
         )
     pieces = _split(_sorted(runs.table), read_bytes_max // piece_bytes_max)
-    starts, sizes = _ranges(pieces, lanes)
-    opens = _read_breaks(pieces, starts, sizes, limits, read_bytes_max)
-    return _tile(pieces, starts, sizes, opens, limits)
+    starts, ends = _ranges(pieces, lanes)
+    opens = _read_breaks(pieces, starts, ends, limits, read_bytes_max)
+    return _tile(pieces, starts, ends, opens, limits)
 
 
 def _sorted(table: Int64Array) -> Int64Array:
@@ -113,23 +113,24 @@ def _split(table: Int64Array, blocks_max: int) -> Int64Array:
 
 
 def _ranges(table: Int64Array, lanes: LaneTable) -> tuple[Int64Array, Int64Array]:
-    """int64 [layers, ranges] twice: start and size of each range in each layer's lane, in bytes."""
+    """int64 [layers, ranges] twice: start and end of each range in each layer's lane, in bytes."""
     piece = lanes.piece_bytes[:, None]
-    starts = table[None, :, BASE] + lanes.lane_offsets(table[:, ROOM]) + table[None, :, FIRST_SLOT] * piece
-    return starts, table[None, :, BLOCKS] * piece
+    starts = lanes.lane_offsets(table[:, ROOM])
+    starts += table[:, FIRST_SLOT] * piece
+    starts += table[:, BASE]
+    return starts, starts + table[:, BLOCKS] * piece
 
 
 def _read_breaks(
-    table: Int64Array, starts: Int64Array, sizes: Int64Array, limits: PlanLimits, read_bytes_max: int
+    table: Int64Array, starts: Int64Array, ends: Int64Array, limits: PlanLimits, read_bytes_max: int
 ) -> npt.NDArray[np.bool_]:
     """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
     opens = np.ones(starts.shape, np.bool_)
-    ends = starts + sizes
-    hole = starts[:, 1:] - ends[:, :-1]
-    same_file = starts[:, 1:] // limits.file_bytes == starts[:, :-1] // limits.file_bytes
-    same_medium = table[None, 1:, MEDIUM] == table[None, :-1, MEDIUM]
-    adjacent = (hole == 0) | ((hole > 0) & (hole < limits.gap_bytes_limit))
-    opens[:, 1:] = ~(adjacent & same_file & same_medium)
+    # An extent lies in one file, so neighbours are in one file in every layer or in none.
+    places = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
+    apart = (np.diff(places[0]) != 0) | (np.diff(places[1]) != 0)
+    holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
+    np.logical_or(holes >= max(1, limits.gap_bytes_limit), apart, out=opens[:, 1:])
     for layer in np.flatnonzero(~opens.all(axis=1)):
         _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
     return opens
@@ -147,48 +148,52 @@ def _cap_reads(opens: npt.NDArray[np.bool_], starts: Int64Array, ends: Int64Arra
 
 
 def _tile(
-    table: Int64Array, starts: Int64Array, sizes: Int64Array, opens: npt.NDArray[np.bool_], limits: PlanLimits
+    table: Int64Array, starts: Int64Array, ends: Int64Array, opens: npt.NDArray[np.bool_], limits: PlanLimits
 ) -> TilePlan:
     layers, ranges = starts.shape
-    flat_starts, flat_ends = starts.ravel(), (starts + sizes).ravel()
-    firsts = np.flatnonzero(opens.ravel())
-    lasts = np.append(firsts[1:], layers * ranges) - 1
-    read_bytes = flat_ends[lasts] - flat_starts[firsts]
-    read_layer = firsts // ranges
-    tile_reads = _fill(read_bytes, read_layer, limits)
-    before = np.cumsum(read_bytes) - read_bytes
-    slot_offset = before - np.repeat(before[tile_reads[:-1]], np.diff(tile_reads))
-    segment_read = np.cumsum(opens.ravel()) - 1
-    medium = np.tile(table[:, MEDIUM], layers)[firsts]
-    segments = np.stack(
-        [
-            slot_offset[segment_read] + flat_starts - flat_starts[firsts][segment_read],
-            np.repeat(np.arange(layers), ranges),
-            np.tile(table[:, FIRST_BLOCK], layers),
-            np.tile(table[:, BLOCKS], layers),
-        ],
-        axis=1,
-    )
+    firsts = np.flatnonzero(opens)
+    lasts = np.append(firsts, layers * ranges)[1:] - 1
+    reads = np.empty((len(firsts), 4), np.int64)
+    reads[:, 0] = np.broadcast_to(table[:, MEDIUM], opens.shape)[opens]
+    reads[:, 1] = read_start = starts.ravel()[firsts]
+    reads[:, 2] = read_bytes = ends.ravel()[lasts] - read_start
+    slot_offset = np.cumsum(read_bytes)
+    tile_reads = _fill(slot_offset, limits)
+    slot_offset -= read_bytes
+    slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], np.diff(tile_reads))
+    reads[:, 3] = slot_offset
+    segment_read = np.cumsum(opens)
+    segment_read -= 1
+    # Filled in place, column by column: fresh memory costs more here than arithmetic.
+    segments = np.empty((layers, ranges, 4), np.int64)
+    slot_offset -= read_start
+    segments[..., 0] = starts
+    segments[..., 0] += slot_offset[segment_read].reshape(starts.shape)
+    segments[..., 1] = np.arange(layers)[:, None]
+    segments[..., 2] = table[:, FIRST_BLOCK]
+    segments[..., 3] = table[:, BLOCKS]
+    tile_segments = np.append(firsts, layers * ranges)[tile_reads]
     return TilePlan(
-        reads=np.stack([medium, flat_starts[firsts], read_bytes, slot_offset], axis=1),
-        segments=segments,
+        reads=reads,
+        segments=segments.reshape(-1, 4),
         segment_read=segment_read,
         tile_reads=tile_reads,
-        tile_segments=np.append(firsts, layers * ranges)[tile_reads],
-        tile_first_layer=read_layer[tile_reads[:-1]],
-        tile_last_layer=read_layer[tile_reads[1:] - 1],
+        tile_segments=tile_segments,
+        tile_first_layer=tile_segments[:-1] // max(1, ranges),
+        tile_last_layer=(tile_segments[1:] - 1) // max(1, ranges),
     )
 
 
-def _fill(read_bytes: Int64Array, read_layer: Int64Array, limits: PlanLimits) -> Int64Array:
-    """int64 [tiles + 1]: pack reads into tiles, greedily and in order; the first tiles are small."""
-    ends = np.cumsum(read_bytes)
-    limit_bytes, at, cuts = limits.first_tile_bytes, 0, [0]
-    while at < len(read_bytes):
-        start_bytes = int(ends[at] - read_bytes[at])
-        room_bytes = min(limit_bytes, limits.slot_bytes)
-        stop = int(np.searchsorted(ends, start_bytes + room_bytes, side="right"))
-        at = max(stop, at + 1)
-        cuts.append(at)
+def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
+    """int64 [tiles + 1]: pack reads into tiles, greedily and in order; the first tiles are small.
+
+    `ends` has the bytes of all reads up to the end of each.
+    """
+    limit_bytes, start_bytes, cuts = limits.first_tile_bytes, 0, [0]
+    while cuts[-1] < len(ends):
+        limit_bytes = min(limit_bytes, limits.slot_bytes)
+        stop = int(ends.searchsorted(start_bytes + limit_bytes, side="right"))
+        cuts.append(max(stop, cuts[-1] + 1))
+        start_bytes = int(ends[cuts[-1] - 1])
         limit_bytes *= TILE_GROWTH
     return np.array(cuts, np.int64)
