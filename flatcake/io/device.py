@@ -5,6 +5,7 @@ at once, so its events are done when they are made.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -130,6 +131,7 @@ class CudaDevice:
         self._cuda = cupy.cuda
         self._runtime = cupy.cuda.runtime
         self._torch = torch.device("cuda", index)
+        self._external: Any = functools.partial(torch.cuda.ExternalStream, device=self._torch)
         torch.zeros(1, device=self._torch)  # makes the context before any other library looks for one
         self.enter_thread()
         self.multiprocessors = int(torch.cuda.get_device_properties(self._torch).multi_processor_count)
@@ -143,7 +145,7 @@ class CudaDevice:
 
     def new_stream(self) -> Stream:
         stream = self._cuda.Stream(non_blocking=True)
-        wrapped = torch.cuda.ExternalStream(stream.ptr, device=self._torch)
+        wrapped = self._external(stream.ptr)
         wrapped.owner = stream  # CuPy destroys the stream with its object
         return wrapped
 
@@ -155,7 +157,7 @@ class CudaDevice:
         pointer = getattr(stream, "ptr", stream)
         if not isinstance(pointer, int):
             raise DeviceError(f"stream {stream!r}: expected a torch or CuPy stream, or its pointer")
-        return torch.cuda.ExternalStream(pointer, device=self._torch)
+        return self._external(pointer)
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -181,9 +183,12 @@ class CudaDevice:
             return host.to(self._torch, non_blocking=True)
 
     def pin(self, memory: HostMemory) -> None:
-        for start in range(0, memory.array.nbytes, PIN_CHUNK_BYTES):
-            size_bytes = min(PIN_CHUNK_BYTES, memory.array.nbytes - start)
-            self._runtime.hostRegister(memory.address + start, size_bytes, 0)
+        with contextlib.ExitStack() as undo:  # All of it or nothing.
+            for start in range(0, memory.array.nbytes, PIN_CHUNK_BYTES):
+                size_bytes = min(PIN_CHUNK_BYTES, memory.array.nbytes - start)
+                self._runtime.hostRegister(memory.address + start, size_bytes, 0)
+                undo.callback(self._runtime.hostUnregister, memory.address + start)
+            undo.pop_all()
 
     def unpin(self, memory: HostMemory) -> None:
         for start in range(0, memory.array.nbytes, PIN_CHUNK_BYTES):

@@ -1,0 +1,169 @@
+"""The DRAM medium: one piece of host memory, pinned once, and the engine that copies to and from it.  Paper §3.2.
+
+Copies are queued on the caller's stream, so a read is answered at once: whatever that stream does next sees the
+bytes.  A write is answered when its copies have been made.  Never merges, moves or frees anything.
+Read path:  index -> sched -> plan -> [arena] -> window -> kernels.scatter
+"""
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from flatcake.errors import CapacityError
+from flatcake.io.device import Device, Event, Stream
+from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
+from flatcake.io.seam import ByteArray, Files
+from flatcake.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+When = Callable[[Event, Callable[[], None]], None]
+"""Calls back from any thread once the event has been reached."""
+
+
+class Arena:
+    """Host memory of a fixed size; zeroed."""
+
+    pages: str
+    """What backs it: ``hugetlb``, ``thp`` or ``small``."""
+    pinned: bool
+    """Whether a GPU copies from it without a detour; False on a CPU, and where pinning failed."""
+
+    def __init__(self, files: Files, device: Device, size_bytes: int) -> None:
+        """Take the memory and fault all of it in.
+
+        Raises:
+            CapacityError: The system has not that much to give.
+        """
+        assert size_bytes > 0, size_bytes
+        try:
+            self._memory = files.map_memory(size_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(
+                f"DRAM arena of {size_bytes} bytes ({format_bytes(size_bytes)}): {error}; lower dram_bytes_max"
+            ) from error
+        self._device = device
+        self.size_bytes = size_bytes
+        self.pages = self._memory.pages
+        self.pinned = not device.is_host and self._pin()
+
+    @property
+    def array(self) -> ByteArray:
+        """The memory as bytes."""
+        return self._memory.array
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
+
+    def close(self) -> None:
+        """Unpin the memory; a second call does nothing.  No copy may be under way."""
+        if self.pinned:
+            self.pinned = False
+            try:
+                self._device.unpin(self._memory)
+            except (RuntimeError, OSError) as error:
+                log.warning("the DRAM arena could not be unpinned: %s", error)
+
+    def check(self) -> None:
+        """Assert that the memory has the size it should have."""
+        assert self.array.nbytes == self.size_bytes and not (self.pinned and self._device.is_host)
+
+    def _pin(self) -> bool:
+        try:
+            self._device.pin(self._memory)
+        except (RuntimeError, OSError) as error:  # CuPy's errors are RuntimeErrors.
+            log.warning("the DRAM arena of %d bytes is not pinned, so copies are slower: %s", self.size_bytes, error)
+            return False
+        return True
+
+
+class ArenaEngine:
+    """Copies between the arena, which is file 0, and buffers.  Safe to call from several threads."""
+
+    name = "dram"
+
+    def __init__(self, arena: Arena, device: Device, when: When) -> None:
+        """Serve an arena.
+
+        Args:
+            arena: Stays open until `close` has said that nothing is in flight.
+            device: Does the copies.
+            when: How to hear that an event has been reached; not used for events that are reached already.
+        """
+        self._arena = arena
+        self._device = device
+        self._when = when
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._closed = False
+
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+        """Queue copies to the buffer; `done` comes before this returns."""
+        if self._enter(batch, buffer, done):
+            results, event = self._copy(batch, buffer, stream, is_read=True)
+            answer(done, results)
+            self._settle(event, lambda: None)
+
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+        """Queue copies to the arena; `done` comes when they have been made."""
+        if self._enter(batch, buffer, done):
+            results, event = self._copy(batch, buffer, stream, is_read=False)
+            self._settle(event, lambda: answer(done, results))
+
+    def close(self, wait_ns: int) -> bool:
+        """Refuse further batches, and wait for copies under way, `wait_ns` at most; whether none are left."""
+        with self._changed:
+            first, self._closed = not self._closed, True
+            if first:
+                self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
+            return self._in_flight == 0
+
+    def check(self) -> None:
+        """Assert that the count of batches makes sense."""
+        self._arena.check()
+        with self._changed:
+            assert self._in_flight >= 0, self._in_flight
+
+    def _enter(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> bool:
+        check_batch(batch, buffer, files=1)
+        with self._changed:
+            closed = self._closed
+            self._in_flight += not closed
+        if closed:
+            refuse(batch, errno.ECANCELED, done)
+        return not closed
+
+    def _copy(
+        self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, *, is_read: bool
+    ) -> tuple[list[Result], Event | None]:
+        """Queue all copies; what lies beyond the arena is an error, as at the end of a file."""
+        results: list[Result] = []
+        base, arena = buffer.address, self._arena.address
+        try:
+            for _, offset_bytes, size_bytes, buffer_offset in batch:
+                fits_bytes = max(0, min(size_bytes, self._arena.size_bytes - offset_bytes))
+                if fits_bytes:
+                    here, there = base + buffer_offset, arena + offset_bytes
+                    target, source = (here, there) if is_read else (there, here)
+                    self._device.copy(target, source, fits_bytes, stream)
+                results.append(Result(fits_bytes, 0 if fits_bytes == size_bytes else errno.EIO))
+            return results, self._device.record(stream)
+        except RuntimeError as error:  # A device that has failed; its error stays until the process ends.
+            log.error("copies of %d ranges of the DRAM arena failed: %s", len(batch), error)
+            return [Result(0, errno.EIO) for _ in batch], None
+
+    def _settle(self, event: Event | None, then: Callable[[], None]) -> None:
+        """Call `then` and forget the batch, once its copies have been made."""
+
+        def settled() -> None:
+            then()
+            with self._changed:
+                self._in_flight -= 1
+                self._changed.notify_all()
+
+        if event is None or event.done():
+            settled()
+        else:
+            self._when(event, settled)
