@@ -14,7 +14,11 @@ from flatcake.kernels.kvtable import KVTable
 from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
 
 
-@triton.jit(do_not_specialize=["items", "chunks"])
+# Batches differ in size and in where their slices of a table begin; none may start the compiler again.
+@triton.jit(
+    do_not_specialize=["items", "chunks"],
+    do_not_specialize_on_alignment=["pieces_ptr", "pages_ptr", "sums_ptr", "seeds_ptr"],
+)
 def _gather_kernel(
     window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
     items, chunks, components, pages_per_block,
