@@ -48,8 +48,9 @@ class Scope:
 
     def record(self, keys: KeyArray, gvas: npt.NDArray[np.uint64]) -> None:
         """Remember published blocks, so that they can be withdrawn with the scope."""
-        self.keys.append(keys)
-        self.gvas.append(gvas)
+        if len(keys):
+            self.keys.append(keys)
+            self.gvas.append(gvas)
 
 
 class ScopeTable:

@@ -162,7 +162,7 @@ def _tile(
     slot_offset -= read_bytes
     slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], np.diff(tile_reads))
     reads[:, 3] = slot_offset
-    segment_read = np.cumsum(opens)
+    segment_read = np.cumsum(opens, dtype=np.int64)
     segment_read -= 1
     # Filled in place, column by column: fresh memory costs more here than arithmetic.
     segments = np.empty((layers, ranges, 4), np.int64)
