@@ -1,0 +1,188 @@
+"""A data plane: media, window and pipelines of one rank.  It acts on plans and reports; it decides nothing.
+
+One process may hold a catalog and a data plane (`store`), or a rank's worker holds the data plane alone and a
+catalog elsewhere sends it plans.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from flatcake.errors import ClosedError
+from flatcake.io.device import Event
+from flatcake.io.paged import PagedKV
+from flatcake.io.parts import Parts
+from flatcake.io.pieces import Work, pieces_of
+from flatcake.io.plan import PlanLimits, make_tiles
+from flatcake.io.reading import Reading
+from flatcake.io.restore import Restore
+from flatcake.io.save import Save
+from flatcake.io.writing import Writing
+from flatcake.messages import Completion, Int64Array, Plan
+
+Report = Callable[[Completion], None]
+
+
+class DataPlane:
+    """Runs restores and saves.  Any number of threads may call.
+
+    Args:
+        parts: What it is made of; `assemble` puts them together.
+        kv: The engine's paged tensors.
+        block_tokens: Tokens in one block.
+        pages_per_block: Pages in one block.
+        restores_max: Restores under way at once; more wait for their turn.
+        close_parts: Closes engines, files and memory; called once, with the nanoseconds that it may take.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        kv: PagedKV,
+        *,
+        block_tokens: int,
+        pages_per_block: int,
+        restores_max: int,
+        close_parts: Callable[[int], bool],
+    ) -> None:
+        self.parts = parts
+        self.kv = kv
+        self._block_tokens = block_tokens
+        self._pages_per_block = pages_per_block
+        self._restores_max = restores_max
+        self._close_parts = close_parts
+        self._is_closed = False
+        # Of the pump's thread:
+        self._active: set[Reading] = set()
+        self._queued: deque[Callable[[], None]] = deque()
+        self._writing: set[Writing] = set()
+
+    def restore(self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report) -> Restore:
+        """Start a restore; returns at once.
+
+        Args:
+            plan: From a catalog.
+            pages: 1-D page table of the request from its first block on; pages of -1 are left alone.
+            stream: Its queued work may still touch the pages, and is waited for before the first scatter.
+            deadline_ns: Time of the clock after which the restore is dropped.
+            report: Called once, on the pump's thread, when nothing of the plan is in flight any more.
+
+        Raises:
+            PageTableError: The page table is too short, out of range, or names a page twice.  Nothing was begun.
+            ClosedError: The data plane is closed.
+        """
+        self._require_open()
+        table = self.kv.page_table(pages, len(plan.keys), self._pages_per_block, holes=True)
+        work, after = self._expand(plan, self.parts.limits), self._mark(stream)
+        restore = Restore(
+            self.parts.device,
+            self.parts.clock,
+            work.tiles,
+            blocks=len(plan.keys),
+            block_tokens=self._block_tokens,
+            layers=self.parts.lanes.layer_count,
+        )
+        reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report))
+        self.parts.pump.post(lambda: self._begin_restore(reading, lambda: reading.start(table, after, deadline_ns)))
+        return restore
+
+    def save(
+        self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report, deferred: bool = False
+    ) -> Save:
+        """Start a save, or prepare one that `Save.start` begins; returns at once.
+
+        Args:
+            plan: From a catalog.
+            pages: 1-D page table of the request from its first block on.
+            stream: The producer: its queued work is waited for before the pages are read.
+            deadline_ns: Time of the clock after which no further write is begun.
+            report: As for `restore`.
+            deferred: Begin only when `Save.start` is called.
+
+        Raises:
+            PageTableError: The page table is too short, out of range, or names a page twice.  Nothing was begun.
+            ClosedError: The data plane is closed.
+        """
+        self._require_open()
+        table = self.kv.page_table(pages, len(plan.keys), self._pages_per_block, holes=False)
+        work = self._expand(plan, self._write_limits())
+
+        def begin() -> None:
+            after = self._mark(stream)
+            self.parts.pump.post(lambda: self._begin_save(writing, table, after, deadline_ns))
+
+        save = Save(len(plan.keys), begin)
+        writing = Writing(self.parts, save, work, lambda done: self._end_save(writing, done, report))
+        if not deferred:
+            save.start()
+        return save
+
+    def cancel_all(self, reason: str) -> None:
+        """Give all pages back; restores in flight end as misses with `reason`."""
+        self.parts.pump.post(lambda: [reading.drop(reason) for reading in list(self._active)] and None)
+
+    def close(self, wait_ns: int) -> bool:
+        """Refuse new work, drop restores, wait for what is in flight; True when nothing was left.
+
+        A second call does nothing.  I/O that is stuck in the kernel is left behind when the time is up.
+        """
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        end_ns = self.parts.clock.now_ns() + wait_ns
+        self.cancel_all("closed")
+        is_clean = self._close_parts(wait_ns)
+        return self.parts.pump.close(max(0, end_ns - self.parts.clock.now_ns())) and is_clean
+
+    # -- the pump's -------------------------------------------------------------------------------------
+
+    def _begin_restore(self, reading: Reading, start: Callable[[], None]) -> None:
+        if len(self._active) >= self._restores_max:
+            self._queued.append(lambda: self._begin_restore(reading, start))
+            return
+        self._active.add(reading)
+        start()
+
+    def _end_restore(self, reading: Reading, done: Completion, report: Report) -> None:
+        self._active.discard(reading)
+        report(done)
+        if self._queued:
+            self.parts.pump.post(self._queued.popleft())
+
+    def _begin_save(self, writing: Writing, table: Int64Array, after: Event, deadline_ns: int) -> None:
+        self._writing.add(writing)
+        writing.start(table, after, deadline_ns)
+
+    def _end_save(self, writing: Writing, done: Completion, report: Report) -> None:
+        self._writing.discard(writing)
+        report(done)
+
+    # -- private ----------------------------------------------------------------------------------------
+
+    def _expand(self, plan: Plan, limits: PlanLimits) -> Work:
+        tiles = make_tiles(plan.runs, self.parts.lanes, limits)
+        return Work(plan, tiles, pieces_of(plan, tiles, self.parts.lanes, self.parts.layout))
+
+    def _write_limits(self) -> PlanLimits:
+        limits = self.parts.limits
+        return PlanLimits(
+            gap_bytes_limit=0,
+            read_bytes_max=limits.read_bytes_max,
+            slot_bytes=limits.slot_bytes,
+            file_bytes=limits.file_bytes,
+            first_tile_bytes=limits.slot_bytes,
+        )
+
+    def _mark(self, stream: object) -> Event:
+        device = self.parts.device
+        return device.record(device.stream_of(stream))
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the data plane is closed; open the store again")
+
+
+def layout_number(fingerprint: str) -> int:
+    """The 64-bit digest of a geometry that seeds checksums and marks records."""
+    return int(np.uint64(int(fingerprint[:16], 16)))

@@ -1,0 +1,105 @@
+"""One thread that moves every restore and save of a data plane forward, event by event.
+
+Engines post their completions here, timers and device events are watched here, and no handler blocks.  All
+state of restores and saves that is not guarded otherwise belongs to this thread.
+"""
+
+import heapq
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from flatcake.clock import Clock
+from flatcake.io.device import Device, Event
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[], None]
+
+_POLL_S = 50e-6
+_NS_PER_S = 1e9
+
+
+class Pump:
+    """A daemon thread with a queue of handlers, timers, and device events to watch."""
+
+    def __init__(self, device: Device, clock: Clock) -> None:
+        self._device = device
+        self._clock = clock
+        self._queue: queue.SimpleQueue[Handler | None] = queue.SimpleQueue()
+        self._timers: list[tuple[int, int, Handler]] = []
+        self._numbers = itertools.count()
+        self._watched: list[tuple[Event, Handler]] = []
+        self._thread = threading.Thread(target=self._run, name="flatcake-pump", daemon=True)
+        self._thread.start()
+
+    def post(self, handler: Handler) -> None:
+        """Run `handler` on the pump's thread, soon.  From any thread."""
+        self._queue.put(handler)
+
+    def at(self, when_ns: int, handler: Handler) -> None:
+        """Run `handler` at a time of the clock, or soon after.  From any thread."""
+        self.post(lambda: heapq.heappush(self._timers, (when_ns, next(self._numbers), handler)))
+
+    def when(self, event: Event, handler: Handler) -> None:
+        """Run `handler` once the device has reached `event`: now if it has.  On the pump's thread only."""
+        if event.done():
+            handler()
+        else:
+            self._watched.append((event, handler))
+
+    def on_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def close(self, wait_ns: int) -> bool:
+        """Stop after what is queued now; True when the thread has ended.  A second call does nothing."""
+        self._queue.put(None)
+        if not self.on_thread():
+            self._thread.join(wait_ns / _NS_PER_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._device.enter_thread()
+        while True:
+            try:
+                handler = self._queue.get(timeout=self._patience_s())
+            except queue.Empty:
+                handler = _nothing
+            if handler is None:
+                return
+            self._call(handler)
+            self._fire_timers()
+            self._fire_events()
+
+    def _patience_s(self) -> float | None:
+        if self._watched:
+            return _POLL_S
+        if not self._timers:
+            return None
+        return max(0.0, (self._timers[0][0] - self._clock.now_ns()) / _NS_PER_S)
+
+    def _fire_timers(self) -> None:
+        while self._timers and self._timers[0][0] <= self._clock.now_ns():
+            self._call(heapq.heappop(self._timers)[2])
+
+    def _fire_events(self) -> None:
+        if not self._watched:
+            return
+        watched, self._watched = self._watched, []
+        for event, handler in watched:
+            if event.done():
+                self._call(handler)
+            else:
+                self._watched.append((event, handler))
+
+    def _call(self, handler: Handler) -> None:
+        try:
+            handler()
+        except Exception:
+            log.exception("a handler of the data plane failed")
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,155 @@
+"""One restore: tiles read into window slots, scattered into pages, layer by layer.  Paper §3.4.
+
+Read path:  plan -> [restore]: window slot -> engine -> kernels.scatter -> event -> compute
+
+`Restore` is what the caller holds, from any thread.  Its tiles are moved by the pump's thread, in
+`io.reading`; a condition guards what both see: who owns the pages, and how far each layer is.
+"""
+
+import threading
+from dataclasses import dataclass
+
+from flatcake.clock import Clock
+from flatcake.errors import ShapeError
+from flatcake.io.device import Device, DoneEvent, Event
+from flatcake.io.plan import TilePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreResult:
+    """What a restore delivered."""
+
+    blocks: int
+    """Leading blocks of the request whose pages hold the right bytes in every layer."""
+    tokens: int
+    """The same in tokens."""
+    reason: str
+    """Why it is not all of them; empty when it is."""
+    read_bytes: int
+    """Bytes asked of the media, bridged holes included."""
+    reads: int
+    """Read commands, over all layers."""
+    first_layer_ns: int | None
+    """From start until layer 0 was queued for the device; None if it never was."""
+    total_ns: int
+
+
+class Restore:
+    """Delivers the blocks of a plan into the engine's pages."""
+
+    def __init__(
+        self, device: Device, clock: Clock, tiles: TilePlan, *, blocks: int, block_tokens: int, layers: int
+    ) -> None:
+        self._device, self._clock, self._tiles = device, clock, tiles
+        self._blocks, self._block_tokens = blocks, block_tokens
+        self._started_ns = clock.now_ns()
+        self.guard = threading.Condition(threading.RLock())
+        """Held for every change below, and while a scatter is launched."""
+        self.layer_event: list[Event | None] = [None] * layers
+        self.layer_verified = [False] * layers
+        self.last_event: Event = DoneEvent()
+        self.first_bad: int | None = None
+        self.reason = ""
+        self.dropped = ""
+        """Why the caller has its pages back early; empty while the restore owns them."""
+        self._first_layer_ns: int | None = None
+        self._ended = False
+        self._ended_ns = self._started_ns
+
+    def wait_layer(self, layer: int, stream: object = None, *, verified: bool = False) -> bool:
+        """Make work that `stream` is given from now on wait until a layer is in its pages.
+
+        Args:
+            layer: 0 … layers - 1.
+            stream: A torch or CuPy stream, or its pointer; None for the caller's current one.  Of no meaning
+                on the CPU.
+            verified: Wait, on the host, for the checksums of the layer too.
+
+        Returns:
+            False when some block of the request failed, or the restore was cancelled or is late: pages from
+            the first bad block on are undefined, and `result` says how many blocks are good.
+
+        Raises:
+            ShapeError: There is no such layer.
+        """
+        if not 0 <= layer < len(self.layer_event):
+            raise ShapeError(f"layer {layer}: expected 0 … {len(self.layer_event) - 1}")
+        with self.guard:
+            self.guard.wait_for(lambda: self._is_over() or self._is_ready(layer, verified))
+            event = self.layer_event[layer]
+            if event is None or self.dropped or self.first_bad is not None:
+                return False
+        self._device.wait(self._device.stream_of(stream), event)
+        return True
+
+    def result(self) -> RestoreResult:
+        """Wait, on the host, until every layer is in its pages and verified.
+
+        Must be asked before anything that was computed from the pages is shown to a user or saved.
+        """
+        with self.guard:
+            self.guard.wait_for(self.done)
+            good = self._blocks if self.first_bad is None else self.first_bad
+            blocks = 0 if self.dropped else good
+            return RestoreResult(
+                blocks=blocks,
+                tokens=blocks * self._block_tokens,
+                reason=self.dropped or self.reason,
+                read_bytes=self._tiles.read_bytes,
+                reads=len(self._tiles.reads),
+                first_layer_ns=self._first_layer_ns,
+                total_ns=self._ended_ns - self._started_ns,
+            )
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        with self.guard:
+            return self._ended or bool(self.dropped)
+
+    def cancel(self, reason: str = "cancelled") -> Event:
+        """Give the pages back to the caller: no scatter starts after this returns.
+
+        Returns:
+            An event after which the pages are the caller's again; done at once on the CPU.  Reads in flight
+            end in their slots.  A restore that is over is left as it is.
+        """
+        with self.guard:
+            if not self.done():
+                self.dropped = reason
+                self._ended_ns = self._clock.now_ns()
+                self.guard.notify_all()
+            return self.last_event
+
+    def note_bad(self, block: int, reason: str) -> None:
+        """Keep the smallest bad block, and release all who wait."""
+        with self.guard:
+            if self.first_bad is None or block < self.first_bad:
+                self.first_bad, self.reason = block, reason
+                self.guard.notify_all()
+
+    def note_layer(self, layer: int, event: Event) -> None:
+        """A layer's last tile has been queued for the device, before `event`."""
+        with self.guard:
+            self.layer_event[layer] = event
+            if layer == 0:
+                self._first_layer_ns = self._clock.now_ns() - self._started_ns
+            self.guard.notify_all()
+
+    def note_verified(self, layer: int) -> None:
+        with self.guard:
+            self.layer_verified[layer] = True
+            self.guard.notify_all()
+
+    def end(self) -> None:
+        """Nothing is in flight any more, and all verdicts are in."""
+        with self.guard:
+            if not self.done():
+                self._ended_ns = self._clock.now_ns()
+            self._ended = True
+            self.guard.notify_all()
+
+    def _is_ready(self, layer: int, verified: bool) -> bool:
+        return self.layer_event[layer] is not None and (not verified or self.layer_verified[layer])
+
+    def _is_over(self) -> bool:
+        return self.done() or self.first_bad is not None

@@ -1,0 +1,47 @@
+"""How the window is cut, by a rule.
+
+Pure.  A slot holds at least one piece.  On a GPU slots are 16 MiB, enough that a tile's reads keep every I/O
+thread busy; on the host 4 MiB, so that a slot is still in the CPU's cache when it is scattered.
+"""
+
+from dataclasses import dataclass
+
+from flatcake.config import IOConfig
+from flatcake.errors import ConfigError
+from flatcake.layout import LaneTable
+from flatcake.units import DIRECT_BYTES, MiB, align_up
+
+GPU_SLOT_BYTES = 16 * MiB
+HOST_SLOT_BYTES = 4 * MiB
+HOST_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSize:
+    """Slots for restores and for saves, all of one size."""
+
+    slots: int
+    save_slots: int
+    slot_bytes: int
+
+
+def size_window(settings: IOConfig, lanes: LaneTable, *, is_host: bool) -> WindowSize:
+    """Cut the window.
+
+    Raises:
+        ConfigError: One piece does not fit in a slot, or the slots do not fit in the window.
+    """
+    piece_bytes = int(lanes.piece_bytes.max())
+    fewest = settings.slots_min + settings.save_slots
+    preferred = HOST_SLOT_BYTES if is_host else GPU_SLOT_BYTES
+    share = settings.window_bytes_max // fewest // DIRECT_BYTES * DIRECT_BYTES
+    slot_bytes = settings.slot_bytes or max(align_up(piece_bytes, DIRECT_BYTES), min(preferred, share))
+    if slot_bytes < piece_bytes or fewest * slot_bytes > settings.window_bytes_max:
+        raise ConfigError(
+            f"a piece has {piece_bytes} bytes, the window at most {settings.window_bytes_max} in {fewest} slots: "
+            "expected room for one piece in each; raise window_bytes_max or slot_bytes, or use a smaller block_tokens"
+        )
+    slots = settings.window_bytes_max // slot_bytes - settings.save_slots
+    if is_host:
+        slots = min(slots, max(HOST_SLOTS, settings.slots_min))
+    return WindowSize(slots, settings.save_slots, slot_bytes)

@@ -1,0 +1,63 @@
+"""The transfers of one tile, over all media, answered once.
+
+Read path:  plan -> [tilebatch] -> engines -> slot
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flatcake.gva import Medium
+from flatcake.io.device import Stream
+from flatcake.io.engine import Buffer, Result
+from flatcake.io.parts import Parts
+from flatcake.io.pieces import Pieces
+from flatcake.io.plan import TilePlan
+from flatcake.messages import Int64Array
+
+Answer = Callable[[list[Result]], None]
+
+
+def move_tile(
+    parts: Parts, tiles: TilePlan, tile: int, slot: Buffer, stream: Stream, *, write: bool, answer: Answer
+) -> None:
+    """Start all reads, or writes, of a tile; `answer` comes on the pump's thread with a result per read."""
+    first, last = int(tiles.tile_reads[tile]), int(tiles.tile_reads[tile + 1])
+    rows = tiles.reads[first:last].tolist()
+    results: list[Result] = [Result(0, 0)] * len(rows)
+    media = sorted({row[0] for row in rows})
+    waiting = len(media)
+
+    def collect(numbers: list[int], found: list[Result]) -> None:
+        nonlocal waiting
+        for number, result in zip(numbers, found, strict=True):
+            results[number] = result
+        waiting -= 1
+        if not waiting:
+            answer(results)
+
+    for medium in media:
+        numbers = [number for number, row in enumerate(rows) if row[0] == medium]
+        batch = [parts.transfer(*rows[number]) for number in numbers]
+        engine = parts.media[Medium(medium)].engine
+        moved = sum(transfer.size_bytes for transfer in batch)
+        parts.counts[f"{'write' if write else 'read'}_bytes:{engine.name}"] += moved
+        parts.counts[f"{'write' if write else 'read'}s:{engine.name}"] += len(batch)
+        move = engine.write if write else engine.read
+        move(batch, slot, stream, lambda found, numbers=numbers: parts.pump.post(lambda: collect(numbers, found)))  # type: ignore[misc]
+
+
+def bad_pieces(parts: Parts, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:
+    """Pieces of a tile whose bytes did not all arrive, as rows of `pieces`; empty when all is well."""
+    first = int(tiles.tile_reads[tile])
+    sizes = tiles.reads[first : first + len(results), 2].tolist()
+    if all(not r.error and r.moved_bytes == size for r, size in zip(results, sizes, strict=True)):
+        return []
+    begin, end = int(pieces.tile_pieces[tile]), int(pieces.tile_pieces[tile + 1])
+    segments = slice(int(tiles.tile_segments[tile]), int(tiles.tile_segments[tile + 1]))
+    read_of = np.repeat(tiles.segment_read[segments], tiles.segments[segments, 3]) - first
+    moved: Int64Array = np.array([result.moved_bytes for result in results], np.int64)
+    good_end = tiles.reads[first : first + len(results), 3] + moved
+    piece_end = pieces.table[begin:end, 0] + parts.lanes.piece_bytes[pieces.table[begin:end, 2]]
+    rows: list[int] = (begin + np.flatnonzero(piece_end > good_end[read_of])).tolist()
+    return rows

@@ -1,0 +1,150 @@
+"""The pump's side of a save: pages gathered into slots, slots written, records written, then the report.
+
+Everything here runs on the pump's thread and never blocks.  A save holds at most one slot while a restore is
+under way: reads come first.  After a fault or past the deadline no further tile is begun, and the report
+follows when nothing is in flight any more.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flatcake.io.device import DoneEvent, Event, Stream
+from flatcake.io.engine import Buffer, Result
+from flatcake.io.parts import Parts
+from flatcake.io.pieces import Work
+from flatcake.io.recording import Recording
+from flatcake.io.records import extents_of
+from flatcake.io.save import Save
+from flatcake.io.tilebatch import bad_pieces, move_tile
+from flatcake.io.tilecopy import TileCopy
+from flatcake.kernels.checksum import finish
+from flatcake.messages import Completion, Int64Array
+from flatcake.trace import span
+
+
+class Writing:
+    """Moves one save's tiles."""
+
+    def __init__(self, parts: Parts, save: Save, work: Work, report: Callable[[Completion], None]) -> None:
+        self._parts, self._save, self._work, self._report = parts, save, work, report
+        self._next_tile = 0
+        self._in_flight = 0
+        self._gathers = 0
+        self._waits_for_slot = False
+        self._recorded = False
+        self._is_over = False
+        self._bad_block: int | None = None
+        self._reason = ""
+        self._sums = np.zeros((len(work.plan.keys), parts.lanes.layer_count), np.uint64)
+        self._stream: Stream = None
+        self._copy: TileCopy
+
+    def start(self, pages: Int64Array, after: Event, deadline_ns: int) -> None:
+        """Begin; `after` is waited for on the device before the first gather."""
+        parts, work = self._parts, self._work
+        self._stream = parts.take_stream()
+        parts.device.wait(self._stream, after)
+        self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
+        parts.pump.at(deadline_ns, self._on_deadline)
+        for ref in extents_of(work.plan.runs):
+            if parts.book.is_stale(ref):
+                self._fail(0, "stale plan")
+            parts.book.note_generation(ref)
+        self._advance()
+
+    def _on_deadline(self) -> None:
+        if not self._is_over:
+            self._fail(0, "deadline")
+            self._save.end(0, "deadline")
+            self._advance()
+
+    def _fail(self, block: int, reason: str) -> None:
+        if self._bad_block is None or block < self._bad_block:
+            self._bad_block, self._reason = block, reason
+
+    # -- tiles ------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        while self._next_tile < self._work.tiles.tiles and self._bad_block is None:
+            if self._parts.restores_active and self._in_flight:
+                break
+            slot = self._parts.save_window.take()
+            if slot is None:
+                if not self._waits_for_slot:
+                    self._waits_for_slot = True
+                    self._parts.save_window.wait(self._on_slot)
+                break
+            self._gather(slot)
+        if self._in_flight:
+            return
+        if self._bad_block is not None:
+            self._end()
+        elif self._next_tile == self._work.tiles.tiles and not self._recorded:
+            self._recorded = True
+            Recording(self._parts, self._work.plan, self._sums, self._on_recorded).start()
+
+    def _on_slot(self) -> None:
+        self._waits_for_slot = False
+        self._advance()
+
+    def _gather(self, slot: Buffer) -> None:
+        tile = self._next_tile
+        self._next_tile += 1
+        self._in_flight += 1
+        with span("save.gather", size_bytes=len(slot.tensor)):
+            self._copy.gather(tile, slot)
+        event = self._parts.device.record(self._stream)
+        if self._next_tile == self._work.tiles.tiles:
+            self._save.note_reusable(event)
+        self._parts.pump.when(event, lambda: self._on_gathered(tile, slot))
+
+    def _on_gathered(self, tile: int, slot: Buffer) -> None:
+        if self._parts.verify:
+            first, end = self._work.pieces.tile_pieces[tile : tile + 2].tolist()
+            table, seeds = self._work.pieces.table[first:end], self._work.pieces.seeds[first:end]
+            sizes = np.asarray(self._parts.payload_bytes)[table[:, 2]]
+            self._sums[table[:, 1], table[:, 2]] = finish(self._copy.sums(tile), sizes, seeds)
+        move_tile(
+            self._parts,
+            self._work.tiles,
+            tile,
+            slot,
+            self._stream,
+            write=True,
+            answer=lambda results: self._on_written(tile, slot, results),
+        )
+
+    def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
+        bad = bad_pieces(self._parts, self._work.tiles, self._work.pieces, tile, results)
+        if bad:
+            error = next((result.error for result in results if result.error), 0)
+            self._fail(int(self._work.pieces.table[bad, 1].min()), f"write failed (errno {error})")
+        self._in_flight -= 1
+        self._parts.save_window.give_back(slot)
+        self._advance()
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def _on_recorded(self, error: str) -> None:
+        if error:
+            self._fail(0, error)
+        self._end()
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._save.note_reusable(DoneEvent())
+        self._parts.streams.append(self._stream)
+        if self._reason:
+            self._parts.counts[f"saves failed: {self._reason}"] += 1
+        self._report(
+            Completion(
+                plan_id=self._work.plan.plan_id,
+                rank=self._parts.rank,
+                epoch=self._parts.epoch,
+                first_bad_block=self._bad_block,
+                reason=self._reason,
+            )
+        )
