@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -108,7 +109,7 @@ class Setup:
     def providers(self) -> dict[str, Provider]:
         used = self.sizes.moved_bytes // self.sizes.slots // 2
         flat = self.pool.view(-1)
-        summed = {"sums": self.sums, "seeds": self.seeds}
+        summed: dict[str, Any] = {"sums": self.sums, "seeds": self.seeds}
         return {
             "copy": lambda n: flat[n * used :][:used].copy_(self.slot(n)[:used]),
             "scatter": lambda n: scatter_pieces(self.slot(n), self.pieces, self.pages[n], self.kv),
@@ -120,7 +121,7 @@ class Setup:
 
 def record(provider: Provider, slots: int) -> Callable[[], object]:
     """One call that moves every slot: a CUDA graph, after the launches that compile the kernel."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         provider(0)
     stream.synchronize()
@@ -132,7 +133,7 @@ def record(provider: Provider, slots: int) -> Callable[[], object]:
 
 
 def time_cuda_us(call: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     call()
     end.record()

@@ -58,6 +58,8 @@ def gather_pieces(
 ) -> None:
     """Copy pieces from the engine's pages to the window, on the current stream, in one launch.
 
+    The tensors' device must be the current one.
+
     Args:
         window: uint8 [bytes], 16-byte aligned; written in the pieces' parts only, padding keeps what it held.
         pieces: int64 [n, 3]: window offset in bytes (a multiple of 16), block (index into `pages`), layer.

@@ -26,9 +26,12 @@ UNITS_BYTES = (16, 8, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How a copy is spread over the device.  Defaults suit an H200."""
+    """How a copy is spread over the device.
 
-    tile_units: int = 1024
+    By default all programs of a launch are resident at once on sm_90: at most 56 registers for each of 128 threads.
+    """
+
+    tile_units: int = 512
     """Units that one program moves at a time; a power of two."""
     wide_units_min: int = 256
     """Rows that are multiples of a power of two at least this large need no look-up per unit."""

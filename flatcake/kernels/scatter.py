@@ -59,6 +59,8 @@ def scatter_pieces(
 ) -> None:
     """Copy pieces from the window to the engine's pages, on the current stream, in one launch.
 
+    The tensors' device must be the current one.
+
     Args:
         window: uint8 [bytes], 16-byte aligned; read.
         pieces: int64 [n, 3]: window offset in bytes (a multiple of 16), block (index into `pages`), layer.

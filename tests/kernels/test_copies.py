@@ -1,6 +1,7 @@
 """Scatter and gather against their references, over the whole pool and the whole window, bytes not named included."""
 
 import mmap
+import sys
 
 import numpy as np
 import pytest
@@ -55,7 +56,8 @@ def reserved(size_bytes: int, device: str) -> torch.Tensor:
     """Memory that takes no room before it is touched, where that can be had."""
     if device == "cuda":
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=torch.uint8)
 
 
 def assert_pools_equal(left: Pool, right: Pool) -> None:
@@ -127,9 +129,10 @@ def test_copies_without_sums_move_the_same_bytes(shape: str, device: str) -> Non
 
 
 @DEVICES
-def test_offsets_beyond_32_bits_reach_the_right_page(device: str) -> None:
-    # Page stride 3 GiB over memory that is reserved but hardly touched; a 32-bit offset would land elsewhere.
-    stride = 3 << 30
+@pytest.mark.parametrize("extra_bytes", [0, 4], ids=["unit_16", "unit_4"])
+def test_offsets_beyond_32_bits_reach_the_right_page(extra_bytes: int, device: str) -> None:
+    # Memory that is reserved but hardly touched.  Page 3 is beyond 2**33 bytes, and beyond 2**31 units of 4 bytes.
+    stride = (3 << 30) + extra_bytes
     memory = reserved(3 * stride + 4096, device)
     pages = [2, 0, 3]
     for page in range(4):

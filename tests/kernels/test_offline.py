@@ -16,7 +16,7 @@ from flatcake.kernels import checksum, gather, scatter
 
 def accesses(kernel, unit, wide, summed):
     names = kernel.arg_names
-    fixed = {"TILE": 1024, "UNIT": unit, "WIDE": wide, "WEYL": checksum.WEYL, "SPREAD": checksum.SPREAD}
+    fixed = {"TILE": 512, "UNIT": unit, "WIDE": wide, "WEYL": checksum.WEYL, "SPREAD": checksum.SPREAD}
     fixed |= {} if summed else {"sums_ptr": None, "seeds_ptr": None}
     types = {"window_ptr": "*i32" if unit == 4 else "*i64", "sums_ptr": "*i32", "seeds_ptr": "*i32"}
     kinds = {name: types.get(name, "*i64" if name.endswith("_ptr") else "i32") for name in names}
