@@ -45,6 +45,7 @@ class KvikioEngine:
         """
         self._device = device
         self._files: list[Any] = []
+        self._count = len(paths)
         _set_defaults(
             kvikio.defaults,
             {"num_threads": threads, "task_size": task_bytes, "bounce_buffer_size": max(task_bytes, _BOUNCE_BYTES_MIN)},
@@ -103,13 +104,16 @@ class KvikioEngine:
             assert self._files or not self._in_flight
 
     def _submit(self, verb: str, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
+        check_batch(batch, buffer, self._count)
+        if not any(transfer.size_bytes for transfer in batch):
+            answer(done, [Result(0, 0) for _ in batch])
+            return
         with self._changed:
             closed = self._closed
             self._in_flight += not closed
         if closed:
             refuse(batch, errno.ECANCELED, done)
             return
-        check_batch(batch, buffer, len(self._files))
         parts = [self._start(verb, transfer, buffer) for transfer in batch]
         self._pending.put(_Pending(parts, done))
 

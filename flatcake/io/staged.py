@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ from flatcake.io.seam import Files
 log = logging.getLogger(__name__)
 
 
-class Twins(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Twins:
     """How much host memory a staged engine may hold."""
 
     count: int
@@ -63,7 +65,7 @@ class StagedEngine:
             raise CapacityError(f"{need_bytes} bytes to stage reads in: {error}; lower slot_bytes") from error
         self.pinned = self._pin()
         whole = torch.from_numpy(self._memory.array)
-        self._free = [Buffer.of(part) for part in whole.split(twins.size_bytes)]
+        self._free = [Buffer.of(whole[i * twins.size_bytes :][: twins.size_bytes]) for i in range(twins.count)]
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._closed = False
