@@ -38,7 +38,7 @@ class TurnSignals:
     """Leading blocks that more than one session refers to."""
     block_tokens: int
     dram_free_blocks: int
-    """Blocks that DRAM can take without dropping anything in use."""
+    """Blocks that DRAM can take without dropping anything in use; counted to one more than the turn's."""
 
 
 @dataclass(frozen=True, slots=True)

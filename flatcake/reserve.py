@@ -80,7 +80,7 @@ def _signals(request: SaveRequest, space: Space, now_ns: int) -> TurnSignals:
         prior_reply_tokens=turn.prior_reply_tokens,
         shared_blocks=min(shared, blocks),
         block_tokens=request.block_tokens,
-        dram_free_blocks=space.available_blocks(Medium.DRAM, now_ns),
+        dram_free_blocks=space.available_blocks(Medium.DRAM, now_ns, blocks + 1),
     )
 
 

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flatcake.extents import Extent, ExtentTable
-from flatcake.gva import Medium, encode_array
+from flatcake.gva import Medium, decode_array, encode_array
 from flatcake.index import Index
 from flatcake.layout import Growth
 from flatcake.scopes import Scope, ScopeTable
+
+GvaArray = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class Space:
         self._marks = marks
         self._generation = 0
 
-    def gvas(self, slots: Slots) -> npt.NDArray[np.uint64]:
+    def gvas(self, slots: Slots) -> GvaArray:
         """uint64 [count]: the addresses of reserved slots."""
         table = self.tables[slots.extent.medium]
         return encode_array(int(slots.extent.medium), 0, table.piece_offsets(slots.extent, slots.first, slots.count))
@@ -65,7 +67,8 @@ class Space:
         Returns:
             Slots in token order, or None, with nothing taken, when the medium has no room even after reclaim.
         """
-        self._make_room(scope.medium, blocks, now_ns)
+        if not self._make_room(scope, blocks, now_ns):
+            return None
         taken: list[Slots] = []
         while blocks:
             slots = self._take(scope, blocks)
@@ -79,7 +82,10 @@ class Space:
         return taken
 
     def give_back(self, taken: list[Slots]) -> None:
-        """Undo `reserve`, last slots first; slots that others follow stay lost until their scope goes."""
+        """Undo `reserve`, last slots first; slots that others follow stay lost until their scope goes.
+
+        That is when it is reclaimed, or with its last pin if none of its blocks was ever published.
+        """
         for slots in reversed(taken):
             extent, scope = slots.extent, slots.scope
             if extent.used_blocks == slots.first + slots.count:
@@ -92,7 +98,7 @@ class Space:
         scope.pins += 1
 
     def unpin(self, scope: Scope) -> None:
-        """Drop a pin; the last one frees a withdrawn scope's extents, or an empty scope."""
+        """Drop a pin; the last one frees a withdrawn scope's extents, or a scope with nothing published."""
         assert scope.pins > 0
         scope.pins -= 1
         if scope.pins:
@@ -100,8 +106,8 @@ class Space:
         if scope.withdrawn:
             self.draining.remove(scope)
             self._free(scope)
-        elif not scope.extents:
-            self.scopes.remove(scope)
+        elif not scope.keys:
+            self.withdraw(scope)
 
     def withdraw(self, scope: Scope) -> None:
         """Take a scope's keys out of the index; its extents are freed now, or with the last pin."""
@@ -113,25 +119,42 @@ class Space:
         else:
             self._free(scope)
 
-    def available_blocks(self, medium: Medium, now_ns: int) -> int:
-        """About how many blocks fit below the high watermark, idle DRAM scopes counted as room."""
+    def available_blocks(self, medium: Medium, now_ns: int, blocks_max: int) -> int:
+        """About how many blocks fit below the high watermark, idle DRAM scopes counted as room.
+
+        Counting stops once `blocks_max` fit, so that the cost does not grow with the number of idle scopes.
+        """
         table = self.tables[medium]
+        enough_bytes = table.lanes.extent_bytes(blocks_max)
         free_bytes = int(table.ranges.size_bytes * self._marks.high) - table.used_bytes
         for scope in self.scopes.oldest(medium):
-            if not self._may_drop(scope, now_ns):
+            if free_bytes >= enough_bytes or not self._may_drop(scope, now_ns):
                 break
-            free_bytes += sum(table.lanes.extent_bytes(extent.room_blocks) for extent in scope.extents)
-        return table.lanes.room_blocks(max(0, free_bytes))
+            free_bytes += self._scope_bytes(scope)
+        return min(blocks_max, table.lanes.room_blocks(max(0, free_bytes)))
 
     def check(self) -> None:
         """Assert: every extent has one owner, usage equals a recount, no key points into free space."""
         self.scopes.check()
-        owned = [e for scope in [*self.scopes, *self.draining] for e in scope.extents]
-        for medium, table in self.tables.items():
+        owned = [(scope, extent) for scope in [*self.scopes, *self.draining] for extent in scope.extents]
+        assert len({extent.generation for _, extent in owned}) == len(owned)
+        for scope, extent in owned:
+            assert extent.scope_id == scope.scope_id and extent.medium is scope.medium and extent.used_blocks
+            assert self.tables[extent.medium].at(extent.base_bytes) is extent
+        assert sum(map(len, self.tables.values())) == len(owned), "an extent without a scope, or with two"
+        for table in self.tables.values():
             table.check()
-            assert len(table) == sum(extent.medium is medium for extent in owned)
+        live = 0
         for scope in self.scopes:
-            assert scope.blocks <= scope.used_blocks
+            assert scope.blocks <= scope.used_blocks and (scope.pins or scope.keys)
+            for keys, gvas in zip(scope.keys, scope.gvas, strict=True):
+                live += int((self.index.lookup(keys) == gvas).sum())
+                assert (decode_array(gvas)[0] == int(scope.medium)).all()
+                for offset in decode_array(gvas)[2].tolist():
+                    table = self.tables[scope.medium]
+                    found = table.at(offset)
+                    assert found in scope.extents and table.slot_of(found, offset) < found.used_blocks
+        assert live == len(self.index), "a key is in the index and in no scope"
         assert all(scope.withdrawn and scope.pins for scope in self.draining)
 
     def _take(self, scope: Scope, blocks: int) -> Slots | None:
@@ -148,23 +171,47 @@ class Space:
         last.used_blocks += count
         return slots
 
-    def _make_room(self, medium: Medium, blocks: int, now_ns: int) -> None:
-        table = self.tables[medium]
-        need_bytes = blocks * table.lanes.block_bytes
-        if table.used_bytes + need_bytes <= table.ranges.size_bytes * self._marks.high:
-            return
-        while table.used_bytes + need_bytes > table.ranges.size_bytes * self._marks.low:
-            if not self._reclaim_one(medium, now_ns):
-                return
+    def _make_room(self, scope: Scope, blocks: int, now_ns: int) -> bool:
+        """Reclaim down to the low watermark if `blocks` more would pass the high one, or overfill the index.
+
+        Returns:
+            False, with nothing reclaimed, when they would not fit even then.
+        """
+        table, marks = self.tables[scope.medium], self._marks
+        size_bytes = table.ranges.size_bytes
+        new = max(0, blocks - (scope.extents[-1].free_blocks if scope.extents else 0))
+        used_bytes = table.used_bytes + new * table.lanes.block_bytes
+        surplus = len(self.index) + blocks - self.index.entries_max
+        if used_bytes <= size_bytes * marks.high and surplus <= 0:
+            return True
+        victims: list[Scope] = []
+        for victim in self.scopes.oldest(scope.medium):
+            if (used_bytes <= size_bytes * marks.low and surplus <= 0) or not self._may_drop(victim, now_ns):
+                break
+            victims.append(victim)
+            used_bytes -= self._scope_bytes(victim)
+            surplus -= victim.blocks
+        if used_bytes > size_bytes or surplus > 0:
+            return False
+        for victim in victims:
+            self._reclaim(victim)
+        return True
 
     def _reclaim_one(self, medium: Medium, now_ns: int) -> bool:
         victim = next(self.scopes.oldest(medium), None)
         if victim is None or not self._may_drop(victim, now_ns):
             return False
+        self._reclaim(victim)
+        return True
+
+    def _reclaim(self, victim: Scope) -> None:
         self.reclaimed_scopes += 1
         self.reclaimed_blocks += victim.blocks
         self.withdraw(victim)
-        return True
+
+    def _scope_bytes(self, scope: Scope) -> int:
+        lanes = self.tables[scope.medium].lanes
+        return sum(lanes.extent_bytes(extent.room_blocks) for extent in scope.extents)
 
     def _may_drop(self, scope: Scope, now_ns: int) -> bool:
         return scope.medium is not Medium.DRAM or now_ns - scope.last_use_ns > self._marks.dram_idle_ns_max
