@@ -21,11 +21,10 @@ from flatcake.ledger import LeaseEntry, Ledger, OpenPlan, Outcome
 from flatcake.messages import Completion, KeyArray, Plan, PlanKind, Runs
 from flatcake.placement import Placement, Turn
 from flatcake.prefix import prefix_of, runs_of
-from flatcake.reserve import DRAM_GVA_LIMIT, Reservation, SaveRequest, reserve_turn
+from flatcake.reserve import Reservation, SaveRequest, reserve_turn
 from flatcake.scopes import Scope
-from flatcake.space import Slots, Space
-
-GvaArray = npt.NDArray[np.uint64]
+from flatcake.settle import settle_save
+from flatcake.space import GvaArray, Space
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,7 +79,7 @@ class Catalog:
     def lease(self, keys: KeyArray, now_ns: int, hold_ns: int | None = None) -> LeaseEntry:
         """Pin the longest stored prefix of `keys`: looked up again, under the lock, before it is trusted."""
         with self._lock:
-            hit = self.match(keys)
+            hit = self.match(keys.copy())
             prefix = prefix_of(hit.gvas, np.arange(hit.blocks), self.space)
             for scope in prefix.scopes:
                 self.space.pin(scope)
@@ -112,6 +111,8 @@ class Catalog:
                 return self._refuse("lease expired")
             if entry.release != self.release_number:
                 return self._refuse("reset")
+            if any(scope.withdrawn for scope in entry.scopes):
+                return self._refuse("rank lost")
             if not self.ranks:
                 return self._refuse("no data plane")
             blocks = np.arange(skip_blocks, len(entry.keys))
@@ -130,6 +131,7 @@ class Catalog:
         with self._lock:
             if not self.ranks:
                 return self._refuse("no data plane")
+            keys = keys.copy()
             gvas = self.space.index.lookup(keys)
             stored = np.flatnonzero(gvas != MISS)
             known = prefix_of(gvas[stored], stored, self.space)
@@ -153,13 +155,13 @@ class Catalog:
             return ended
 
     def rank_lost(self, rank: int) -> list[Outcome]:
-        """A rank is gone: its open saves fail, its DRAM scopes are withdrawn, nothing waits for it."""
+        """A rank is gone: its open plans fail, the DRAM scopes are withdrawn, nothing waits for it."""
         with self._lock:
             if self.ranks.pop(rank, None) is None:
                 return []
             for plan in list(self._ledger.plans.values()):
-                if rank in plan.waiting and plan.kind is PlanKind.SAVE:
-                    plan.note_failure(_first(plan.blocks), f"rank {rank} lost")
+                if rank in plan.waiting:
+                    plan.note_failure(plan.first_block, f"rank {rank} lost")
             for scope in [s for s in self.space.scopes if s.medium is Medium.DRAM]:
                 self.space.withdraw(scope)
             return [o for plan in list(self._ledger.plans.values()) if (o := self._report(plan, rank)) is not None]
@@ -171,12 +173,16 @@ class Catalog:
         """
         with self._lock:
             plan = self._ledger.plans.get(completion.plan_id)
-            if plan is None or self.ranks.get(completion.rank) != completion.epoch:
+            rank, bad = completion.rank, completion.first_bad_block
+            if plan is None or rank not in plan.waiting or self.ranks.get(rank) != completion.epoch:
                 self.counts["reports_dropped"] += 1
                 return None
-            if completion.first_bad_block is not None:
-                plan.note_failure(completion.first_bad_block, completion.reason)
-            return self._report(plan, completion.rank)
+            if bad is not None:
+                plan.note_failure(bad, completion.reason)
+            if bad is not None and plan.kind is PlanKind.RESTORE:
+                found = slice(bad, bad + 1)
+                self.counts["blocks_dropped"] += self.space.index.withdraw(plan.keys[found], plan.gvas[found])
+            return self._report(plan, rank)
 
     def expire(self, now_ns: int) -> list[Outcome]:
         """Drop leases that are past their deadline, and fail plans whose ranks are late.
@@ -190,13 +196,15 @@ class Catalog:
             late = [p for p in self._ledger.plans.values() if p.deadline_ns <= now_ns and not p.timed_out]
             for plan in late:
                 plan.timed_out = True
-                plan.note_failure(_first(plan.blocks), "ranks did not report in time")
+                plan.note_failure(plan.first_block, "ranks did not report in time")
             return [p.outcome() for p in late]
 
     def reset(self) -> int:
-        """Withdraw everything, on every medium, at once; open saves will not be published.  Returns blocks."""
+        """Withdraw everything, on every medium, at once; open plans fail, no save is published.  Returns blocks."""
         with self._lock:
             self.release_number += 1
+            for plan in self._ledger.plans.values():
+                plan.note_failure(plan.first_block, "reset")
             blocks = len(self.space.index)
             for scope in self.space.scopes:
                 self.space.withdraw(scope)
@@ -254,40 +262,9 @@ class Catalog:
             return None
         published = 0
         if plan.kind is PlanKind.SAVE:
-            published = self._settle_save(plan)
-        elif plan.first_bad_block is not None:
-            bad = slice(plan.first_bad_block, plan.first_bad_block + 1)
-            self.counts["blocks_dropped"] += self.space.index.withdraw(plan.keys[bad], plan.gvas[bad])
+            published = settle_save(plan, self.space, self.counts)
         self._unpin(plan.pinned)
         return plan.outcome(published)
-
-    def _settle_save(self, plan: OpenPlan) -> int:
-        """Publish a save that every rank wrote, or give its slots back.  Returns the blocks published."""
-        if plan.first_bad_block is not None or plan.release != self.release_number:
-            self.counts["saves_failed"] += 1
-            self.space.give_back(plan.slots)
-            return 0
-        published, at = 0, 0
-        for part in plan.slots:
-            blocks = plan.blocks[at : at + part.count]
-            at += part.count
-            if not part.scope.withdrawn:
-                published += self._publish(part, plan.keys[blocks], plan.gvas[blocks])
-        return published
-
-    def _publish(self, part: Slots, keys: KeyArray, gvas: GvaArray) -> int:
-        """Make blocks visible, unless another session published them first; a shared copy supersedes SSD."""
-        current = self.space.index.lookup(keys)
-        mine = current == MISS
-        if part.scope.session is None:
-            again = ~mine & (current >= DRAM_GVA_LIMIT)
-            self.counts["blocks_superseded"] += int(again.sum())
-            mine |= again
-        self.counts["blocks_lost_race"] += int((~mine).sum())
-        self.space.index.publish(keys[mine], gvas[mine])
-        part.scope.record(keys[mine], gvas[mine])
-        self.counts[f"blocks_saved_{part.extent.medium.name.lower()}"] += int(mine.sum())
-        return int(mine.sum())
 
     def _unpin(self, scopes: Sequence[Scope]) -> None:
         for scope in scopes:
@@ -301,7 +278,3 @@ class Catalog:
 def _leading(flags: npt.NDArray[np.bool_]) -> int:
     """Length of the leading stretch of True."""
     return len(flags) if flags.all() else int(np.argmin(flags))
-
-
-def _first(blocks: npt.NDArray[np.int64]) -> int:
-    return int(blocks.min()) if len(blocks) else 0

@@ -59,6 +59,11 @@ class OpenPlan:
     reason: str = ""
     timed_out: bool = False
 
+    @property
+    def first_block(self) -> int:
+        """The first block of the request that the plan moves; 0 if it moves none."""
+        return int(self.blocks.min()) if len(self.blocks) else 0
+
     def note_failure(self, first_bad_block: int, reason: str) -> None:
         """Keep the smallest bad block over all ranks, and the reason that came with it."""
         if self.first_bad_block is None or first_bad_block < self.first_bad_block:
