@@ -142,7 +142,7 @@ def finish_tensor(sums: Any, payload_bytes: Any, seeds: Any) -> Any:
 
 def _finish(sums: Any, payload_bytes: Any, seeds: Any) -> Any:
     # Works on signed 64-bit values below 2**32, which numpy and torch both have; products wrap, the mask cuts them.
-    salt = _mix32((seeds + payload_bytes * 0x9E3779B1) & _LOW)
+    salt = _mix32((seeds + (payload_bytes * 0x9E3779B1 & _LOW)) & _LOW)
     return _mix32(sums ^ salt)
 
 

@@ -159,7 +159,9 @@ def test_finished_sums_agree_between_tensor_and_array(device: str) -> None:
     on_device = [torch.from_numpy(value.view(np.int32)).to(device) for value in (sums, seeds)]
     got = finish_tensor(on_device[0], torch.from_numpy(sizes).to(device), on_device[1])
     assert np.array_equal(got.cpu().numpy(), finish(sums, sizes, seeds))
-    assert np.array_equal(finish_tensor(on_device[0], 4096, on_device[1]).cpu().numpy(), finish(sums, 4096, seeds))
+    for size_bytes in (4096, (1 << 32) - 4):
+        got = finish_tensor(on_device[0], size_bytes, on_device[1])
+        assert np.array_equal(got.cpu().numpy(), finish(sums, size_bytes, seeds))
 
 
 @pytest.mark.parametrize("kernel", [scatter_pieces, gather_pieces, scatter_pieces_ref, gather_pieces_ref])
