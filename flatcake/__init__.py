@@ -1,6 +1,84 @@
-"""FlatCake: a flat KV-cache store for LLM serving, DRAM and SSD as peers in one 64-bit address space.
+"""FlatCake: a flat store for the KV cache of LLM sessions, on DRAM and SSD as peers.
 
-Importing it needs no GPU and no CUDA package, and touches no device, file or environment.
+    store = flatcake.open(config, identity, kv)
+    lease = store.lease(store.match(tokens))
+    restore = store.restore(lease, pages)
+
+Needs no GPU to be imported or used.
 """
 
+from flatcake.assemble import open_store as open
+from flatcake.config import (
+    CapacityConfig,
+    IOConfig,
+    LayoutConfig,
+    PlacementConfig,
+    StoreConfig,
+    TimeoutConfig,
+    from_mapping,
+    to_mapping,
+)
+from flatcake.errors import (
+    AddressError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    FlatCakeError,
+    FormatError,
+    OwnershipError,
+    PageTableError,
+    PlanError,
+    ShapeError,
+)
+from flatcake.gva import Medium
+from flatcake.io.paged import PagedKV, PagedTensor
+from flatcake.io.restore import Restore, RestoreResult
+from flatcake.io.save import Save, SaveResult
+from flatcake.keys import Identity
+from flatcake.placement import Decision, Placement, TablePlacement, Turn, TurnSignals
+from flatcake.stats import MediumStats, StoreStats
+from flatcake.store import Lease, Match, Store
+
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "AddressError",
+    "CapacityConfig",
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "Decision",
+    "DeviceError",
+    "FlatCakeError",
+    "FormatError",
+    "IOConfig",
+    "Identity",
+    "LayoutConfig",
+    "Lease",
+    "Match",
+    "Medium",
+    "MediumStats",
+    "OwnershipError",
+    "PageTableError",
+    "PagedKV",
+    "PagedTensor",
+    "Placement",
+    "PlacementConfig",
+    "PlanError",
+    "Restore",
+    "RestoreResult",
+    "Save",
+    "SaveResult",
+    "ShapeError",
+    "Store",
+    "StoreConfig",
+    "StoreStats",
+    "TablePlacement",
+    "TimeoutConfig",
+    "Turn",
+    "TurnSignals",
+    "from_mapping",
+    "open",
+    "to_mapping",
+]

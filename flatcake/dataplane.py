@@ -19,7 +19,7 @@ from flatcake.io.reading import Reading
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
 from flatcake.io.writing import Writing
-from flatcake.messages import Completion, Int64Array, Plan
+from flatcake.messages import Completion, Int64Array, Plan, Runs
 
 Report = Callable[[Completion], None]
 
@@ -34,6 +34,7 @@ class DataPlane:
         pages_per_block: Pages in one block.
         restores_max: Restores under way at once; more wait for their turn.
         close_parts: Closes engines, files and memory; called once, with the nanoseconds that it may take.
+        io_reason: Why the SSD's engine was chosen.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class DataPlane:
         pages_per_block: int,
         restores_max: int,
         close_parts: Callable[[int], bool],
+        io_reason: str,
     ) -> None:
         self.parts = parts
         self.kv = kv
+        self.io_reason = io_reason
         self._block_tokens = block_tokens
         self._pages_per_block = pages_per_block
         self._restores_max = restores_max
@@ -118,9 +121,33 @@ class DataPlane:
             save.start()
         return save
 
+    def check_pages(self, pages: object, blocks: int) -> None:
+        """Check the page table of a save before anything is begun.
+
+        Raises:
+            PageTableError: Too short, out of range, or a page named twice.
+        """
+        self.kv.page_table(pages, blocks, self._pages_per_block, holes=False)
+
+    def miss(self, reason: str) -> Restore:
+        """A restore that is over before it began and delivers nothing."""
+        empty = make_tiles(Runs.none(), self.parts.lanes, self.parts.limits)
+        layers = self.parts.lanes.layer_count
+        restore = Restore(
+            self.parts.device, self.parts.clock, empty, blocks=0, block_tokens=self._block_tokens, layers=layers
+        )
+        restore.cancel(reason)
+        restore.end()
+        return restore
+
     def cancel_all(self, reason: str) -> None:
         """Give all pages back; restores in flight end as misses with `reason`."""
-        self.parts.pump.post(lambda: [reading.drop(reason) for reading in list(self._active)] and None)
+
+        def drop_all() -> None:
+            for reading in list(self._active):
+                reading.drop(reason)
+
+        self.parts.pump.post(drop_all)
 
     def close(self, wait_ns: int) -> bool:
         """Refuse new work, drop restores, wait for what is in flight; True when nothing was left.

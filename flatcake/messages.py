@@ -36,6 +36,10 @@ class Runs:
     def __post_init__(self) -> None:
         assert self.table.ndim == 2 and self.table.shape[1] == RUN_COLUMNS, self.table.shape
 
+    @classmethod
+    def none(cls) -> "Runs":
+        return cls(np.empty((0, RUN_COLUMNS), np.int64))
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -72,3 +76,11 @@ class Completion:
     first_bad_block: int | None = None
     """Smallest index, in the request, of a block that failed there; None when all went well."""
     reason: str = ""
+
+def block_column(plan: Plan, column: int) -> Int64Array:
+    """int64 [blocks of the request]: a column of the run that each block is in; -1 for blocks in no run."""
+    counts = plan.runs.column(BLOCKS)
+    nth = np.arange(plan.runs.blocks) - np.repeat(np.cumsum(counts) - counts, counts)
+    values = np.full(len(plan.keys), -1, np.int64)
+    values[np.repeat(plan.runs.column(FIRST_BLOCK), counts) + nth] = np.repeat(plan.runs.column(column), counts)
+    return values

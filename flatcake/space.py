@@ -139,7 +139,8 @@ class Space:
         owned = [(scope, extent) for scope in [*self.scopes, *self.draining] for extent in scope.extents]
         assert len({extent.generation for _, extent in owned}) == len(owned)
         for scope, extent in owned:
-            assert extent.scope_id == scope.scope_id and extent.medium is scope.medium and extent.used_blocks
+            assert extent.scope_id == scope.scope_id and extent.medium is scope.medium
+            assert extent.used_blocks or scope.withdrawn, "an extent that nothing uses"
             assert self.tables[extent.medium].at(extent.base_bytes) is extent
         assert sum(map(len, self.tables.values())) == len(owned), "an extent without a scope, or with two"
         for table in self.tables.values():

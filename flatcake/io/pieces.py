@@ -10,7 +10,7 @@ import numpy as np
 from flatcake.io.plan import TilePlan
 from flatcake.kernels.checksum import Sums, piece_seeds
 from flatcake.layout import LaneTable
-from flatcake.messages import BLOCKS, FIRST_BLOCK, GENERATION, Int64Array, Plan
+from flatcake.messages import GENERATION, Int64Array, Plan, block_column
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -55,12 +55,3 @@ def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pie
     generations = block_column(plan, GENERATION)[table[:, 1]].astype(np.uint64)
     seeds = piece_seeds(plan.keys[table[:, 1]], table[:, 2], generations, layout)
     return Pieces(table=table, tile_pieces=ends[tiles.tile_segments], seeds=seeds)
-
-
-def block_column(plan: Plan, column: int) -> Int64Array:
-    """int64 [blocks of the request]: a column of the run that each block is in; -1 for blocks in no run."""
-    counts = plan.runs.column(BLOCKS)
-    nth = np.arange(plan.runs.blocks) - np.repeat(np.cumsum(counts) - counts, counts)
-    values = np.full(len(plan.keys), -1, np.int64)
-    values[np.repeat(plan.runs.column(FIRST_BLOCK), counts) + nth] = np.repeat(plan.runs.column(column), counts)
-    return values

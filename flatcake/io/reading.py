@@ -12,14 +12,14 @@ import numpy as np
 from flatcake.io.device import Event, Stream
 from flatcake.io.engine import Buffer, Result
 from flatcake.io.parts import Parts
-from flatcake.io.pieces import Work, block_column
+from flatcake.io.pieces import Work
 from flatcake.io.records import ExtentRef, Record, extents_of
 from flatcake.io.restore import Restore
 from flatcake.io.tilebatch import bad_pieces, move_tile
 from flatcake.io.tilecopy import TileCopy
 from flatcake.io.verdict import expected_sums, failed_blocks
 from flatcake.kernels.checksum import Sums
-from flatcake.messages import BASE, Completion, Int64Array, Plan
+from flatcake.messages import BASE, Completion, Int64Array, block_column
 from flatcake.trace import span
 
 

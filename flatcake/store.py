@@ -1,0 +1,354 @@
+"""The store as users hold it: a catalog and a data plane in one process.
+
+Write path:  save -> catalog.begin_save -> dataplane.save -> report -> catalog.finish -> visible
+Read path:   match -> lease -> restore -> wait_layer … -> result
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from flatcake.catalog import Catalog, Hit, Refused
+from flatcake.clock import Clock
+from flatcake.config import StoreConfig
+from flatcake.dataplane import DataPlane
+from flatcake.errors import ClosedError
+from flatcake.geometry import Geometry
+from flatcake.gva import Medium
+from flatcake.io.restore import Restore
+from flatcake.io.save import Save
+from flatcake.keys import Identity, chain
+from flatcake.ledger import LeaseEntry, Outcome
+from flatcake.messages import MEDIUM, Completion, KeyArray, Plan, PlanKind, block_column
+from flatcake.placement import Turn
+from flatcake.stats import MediumStats, StoreStats
+from flatcake.units import MS
+
+TICK_NS = 250 * MS
+"""How often expired leases and late plans are looked for."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Match:
+    """What the store holds of a request, when it was asked: a hint until it is leased."""
+
+    keys: KeyArray
+    """uint64 [blocks of the request, 2]: keys of all full blocks, stored or not."""
+    hit: Hit
+    block_tokens: int
+    block_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that are stored."""
+        return self.hit.blocks
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that are stored."""
+        return self.blocks * self.block_tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that a restore of them reads."""
+        return self.blocks * self.block_bytes
+
+    def tokens_on(self, medium: Medium) -> int:
+        """How many of the tokens lie on one medium."""
+        return self.hit.blocks_on(medium) * self.block_tokens
+
+
+class Lease:
+    """A pinned prefix.  Ends when closed or after its time; closing twice is safe."""
+
+    def __init__(self, entry: LeaseEntry, block_tokens: int, release: Callable[[int], None]) -> None:
+        self.entry = entry
+        self._block_tokens = block_tokens
+        self._release = release
+
+    @property
+    def blocks(self) -> int:
+        return len(self.entry.keys)
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self._block_tokens
+
+    def close(self) -> None:
+        """Let the blocks go.  A restore that is under way keeps what it reads until it is over."""
+        self._release(self.entry.lease_id)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Store:
+    """KV blocks of one identity on DRAM and SSD.  Any number of threads may call.
+
+    Made by `flatcake.open`.  Wrong use raises; a storage fault never does: it is a miss or a refusal, with a
+    reason in the handle and a counter in `stats`.
+    """
+
+    def __init__(
+        self, catalog: Catalog, plane: DataPlane, geometry: Geometry, identity: Identity, config: StoreConfig, clock: Clock
+    ) -> None:
+        self.catalog = catalog
+        self.plane = plane
+        self.geometry = geometry
+        self.identity = identity
+        self._config = config
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._saves: dict[int, Save] = {}
+        self._is_closed = False
+        self._arm_tick()
+
+    def keys(self, tokens: object, *, salt: bytes = b"", extra: bytes = b"") -> KeyArray:
+        """Keys of the full blocks of a token sequence, uint64 [blocks, 2].
+
+        Args:
+            tokens: 1-D integers from the first token on; numpy arrays are quickest.
+            salt: A tenant's secret: sequences of different salts never hit each other.
+            extra: What else changes the bytes of this request: adapter, image digests.
+
+        Raises:
+            ShapeError: Not 1-D integers from 0 to 2**32 - 1.
+
+        Cost: about 1 µs a block.
+        """
+        return chain(self.identity, tokens, salt=salt, extra=extra)  # type: ignore[arg-type]
+
+    def match(
+        self, tokens: object = None, *, keys: KeyArray | None = None, salt: bytes = b"", extra: bytes = b""
+    ) -> Match:
+        """Find the longest stored prefix of a request.  No side effects.
+
+        Args:
+            tokens: The request's tokens; or give ready-made `keys`.
+            keys: From `keys`.
+            salt, extra: As for `keys`.
+
+        Cost: hashing, then O(blocks): about 0.4 ms for 3,421 blocks among 5 M.
+        """
+        self._require_open()
+        found = self.keys(tokens, salt=salt, extra=extra) if keys is None else keys
+        return Match(found, self.catalog.match(found), self.geometry.block_tokens, self.geometry.block_bytes)
+
+    def lease(self, match: Match, *, hold_ns: int | None = None) -> Lease:
+        """Pin what is stored of a matched request now: it is looked up again, and may be more or less than before.
+
+        Args:
+            match: From `match`.
+            hold_ns: The lease ends after this; None takes the configured time.
+        """
+        self._require_open()
+        entry = self.catalog.lease(match.keys, self._clock.now_ns(), hold_ns)
+        return Lease(entry, self.geometry.block_tokens, self.catalog.release)
+
+    def restore(
+        self,
+        lease: Lease,
+        pages: object,
+        *,
+        stream: object = None,
+        skip_blocks: int = 0,
+        timeout_ns: int | None = None,
+    ) -> Restore:
+        """Bring a leased prefix into the engine's pages; returns at once.
+
+        Args:
+            lease: From `lease`; it may be closed once this has returned.
+            pages: 1-D page table from the request's first token on, at least as long as the lease; -1 leaves a
+                page alone.
+            stream: Work that is queued there may still touch the pages: it is waited for before the first
+                scatter.  None for the caller's current stream.
+            skip_blocks: Leading blocks that are in the pages already.
+            timeout_ns: Dropped after this, counted from now; None takes the configured time.
+
+        Raises:
+            PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
+        """
+        self._require_open()
+        now_ns = self._clock.now_ns()
+        plan = self.catalog.start_restore(lease.entry.lease_id, now_ns, skip_blocks)
+        if isinstance(plan, Refused):
+            return self.plane.miss(plan.reason)
+        if not len(plan.runs):
+            return self.plane.miss("")
+        deadline_ns = now_ns + (self._config.timeouts.restore_ns if timeout_ns is None else timeout_ns)
+        try:
+            restore = self.plane.restore(
+                plan,
+                pages,
+                stream=stream,
+                deadline_ns=deadline_ns,
+                report=lambda done: self._on_restored(restore, plan, done),
+            )
+        except Exception:
+            self.catalog.finish(self._completion(plan, None, ""))
+            raise
+        return restore
+
+    def save(
+        self,
+        session: str,
+        tokens: object,
+        pages: object,
+        turn: Turn | None = None,
+        *,
+        keys: KeyArray | None = None,
+        salt: bytes = b"",
+        extra: bytes = b"",
+        stream: object = None,
+        timeout_ns: int | None = None,
+        deferred: bool = False,
+    ) -> Save:
+        """Store the full blocks of a sequence that are not stored yet; returns at once, publishes last.
+
+        Args:
+            session: Names whose blocks these are; they are placed and reclaimed together.
+            tokens: The whole sequence from its first token on; or give ready-made `keys`.
+            pages: 1-D page table of the sequence; its pages are read until the handle's `reusable` says so.
+            turn: What is known of the turn, for placement.
+            keys, salt, extra: As for `match`.
+            stream: The producer of the pages: its queued work is waited for.  None for the current stream.
+            timeout_ns: Given up after this, counted from now; None takes the configured time.
+            deferred: Begin only when the handle's `start` is called, e.g. in the next forward pass.
+
+        Raises:
+            PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
+        """
+        self._require_open()
+        found = self.keys(tokens, salt=salt, extra=extra) if keys is None else keys
+        self.plane.check_pages(pages, len(found))
+        if self._is_busy():
+            return Save.ended(len(found), "too many saves under way")
+        now_ns = self._clock.now_ns()
+        plan = self.catalog.begin_save(session, found, turn or Turn(), now_ns)
+        if isinstance(plan, Refused):
+            return Save.ended(len(found), plan.reason)
+        if not len(plan.runs):
+            return Save.ended(len(found), "")
+        save = self.plane.save(
+            plan,
+            pages,
+            stream=stream,
+            deadline_ns=now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns),
+            report=lambda done: self._settle(self.catalog.finish(done)),
+            deferred=True,
+        )
+        with self._lock:
+            self._saves[plan.plan_id] = save
+        if not deferred:
+            save.start()
+        return save
+
+    def reset(self) -> int:
+        """Forget everything at once, on every medium; restores under way end as misses.  Returns blocks dropped."""
+        self._require_open()
+        blocks = self.catalog.reset()
+        self.plane.cancel_all("reset")
+        return blocks
+
+    def stats(self) -> StoreStats:
+        """What the store holds and did; cheap enough to ask every second."""
+        parts, space = self.plane.parts, self.catalog.space
+        opened = self.catalog.open_counts()
+        blocks = {medium: 0 for medium in Medium}
+        for scope in space.scopes:
+            blocks[scope.medium] += scope.blocks
+        media = {
+            medium.name.lower(): MediumStats.of(
+                table, blocks[medium], parts.media[medium].engine.name if medium in parts.media else ""
+            )
+            for medium, table in space.tables.items()
+        }
+        with self._lock:
+            counts = Counter(self._counts)
+        for source in (self.catalog.counts, parts.counts):
+            counts.update(dict(source))
+        counts["reclaimed_scopes"], counts["reclaimed_blocks"] = space.reclaimed_scopes, space.reclaimed_blocks
+        return StoreStats(
+            io_path=media["ssd"].io_path,
+            io_reason=self.plane.io_reason,
+            media=media,
+            blocks=len(space.index),
+            index_bytes=space.index.size_bytes,
+            window_bytes=parts.window.size_bytes + parts.save_window.size_bytes,
+            leases=opened["leases"],
+            plans=opened["plans"],
+            draining_scopes=opened["draining"],
+            counts=dict(counts),
+        )
+
+    def close(self) -> bool:
+        """End everything within the configured time; True when nothing was left in flight.  Twice is safe."""
+        with self._lock:
+            if self._is_closed:
+                return True
+            self._is_closed = True
+        is_clean = self.plane.close(self._config.timeouts.close_ns)
+        with self._lock:
+            saves, self._saves = list(self._saves.values()), {}
+        for save in saves:
+            save.end(0, "closed")
+        return is_clean
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- private ----------------------------------------------------------------------------------------
+
+    def _on_restored(self, restore: Restore, plan: Plan, done: Completion) -> None:
+        good = restore.result().blocks
+        media = block_column(plan, MEDIUM)[:good]
+        with self._lock:
+            for medium in Medium:
+                self._counts[f"blocks_delivered_{medium.name.lower()}"] += int((media == int(medium)).sum())
+        self.catalog.finish(done)
+
+    def _settle(self, outcome: Outcome | None) -> None:
+        if outcome is None or outcome.kind is not PlanKind.SAVE:
+            return
+        with self._lock:
+            save = self._saves.pop(outcome.plan_id, None)
+        if save is not None:
+            save.end(outcome.published_blocks, outcome.reason)
+
+    def _completion(self, plan: Plan, first_bad_block: int | None, reason: str) -> Completion:
+        parts = self.plane.parts
+        return Completion(
+            plan_id=plan.plan_id, rank=parts.rank, epoch=parts.epoch, first_bad_block=first_bad_block, reason=reason
+        )
+
+    def _is_busy(self) -> bool:
+        with self._lock:
+            busy = len(self._saves) >= self._config.io.saves_max
+            self._counts["refused: too many saves under way"] += busy
+        return busy
+
+    def _arm_tick(self) -> None:
+        self.plane.parts.pump.at(self._clock.now_ns() + TICK_NS, self._tick)
+
+    def _tick(self) -> None:
+        for outcome in self.catalog.expire(self._clock.now_ns()):
+            self._settle(outcome)
+        if not self._is_closed:
+            self._arm_tick()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the store is closed; open it again")
