@@ -7,7 +7,7 @@ from flatcake.gva import Medium, decode_array
 from flatcake.index import MISS
 from flatcake.layout import LaneTable
 from flatcake.ledger import LeaseEntry
-from flatcake.messages import BLOCKS, FIRST_BLOCK, MEDIUM, Completion, KeyArray, Plan, PlanKind
+from flatcake.messages import FIRST_BLOCK, Completion, KeyArray, Plan, PlanKind
 from flatcake.placement import Turn
 from tests.builders import (
     AGENT,
