@@ -56,7 +56,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        space = make_space(lanes=LANES, ssd_files=2, file_bytes=LANES.extent_bytes(24), entries=90)
+        space = make_space(lanes=LANES, ssd_files=2, file_bytes=LANES.extent_bytes(24), entries=90, percent=200)
         self.catalog = make_catalog(space, ranks=2)
         self.now_ns = 0
         self.epochs = {0: 1, 1: 1}
@@ -82,7 +82,9 @@ class CatalogMachine(RuleBasedStateMachine):
         turn=st.sampled_from([ONE_SHOT, CHAT, AGENT, Turn(shared_tokens=64)]),
     )
     def begin_save(self, session: int, sequence: KeyArray, blocks: int, turn: Turn) -> None:
+        leases = [entry for entry in self.leases if not self.is_void(entry)]
         plan = self.catalog.begin_save(f"s{session}", sequence[:blocks], turn, self.now_ns)
+        assert not any(map(self.is_void, leases)), "a leased scope was reclaimed"
         if not isinstance(plan, Plan):
             assert plan.reason in ("no room", "no data plane")
             return
@@ -90,7 +92,7 @@ class CatalogMachine(RuleBasedStateMachine):
         targets = self.targets(plan)
         assert len({block for _, block in targets}) == len(targets) == plan.runs.blocks
         assert not busy & {gva for gva, _ in targets}, "a slot is being read or written by another plan"
-        leased = {int(gva) for entry in self.leases for gva in entry.gvas if not self.is_void(entry)}
+        leased = {int(gva) for entry in leases for gva in entry.gvas}
         assert not leased & {gva for gva, _ in targets}, "a leased slot is given to another"
         for gva, block in targets:
             self.written[gva] = plan.plan_id, plan.keys[block].tobytes()

@@ -168,6 +168,21 @@ def test_slots_lost_between_two_failed_saves_go_with_the_last_pin(order: tuple[i
     assert not len(space.scopes) and not space.tables[Medium.SSD].used_bytes
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failed_save_gives_no_slot_of_another_away(failing: int) -> None:
+    space = make_space(lanes=LANES, percent=200)
+    scope = fill(space, "a", 4)
+    saves = [space.reserve(scope, 2, 0) or [] for _ in range(2)]
+    assert saves[0][0].extent is saves[1][0].extent, "both write to one extent"
+    space.give_back(saves[failing])
+    kept = saves[1 - failing][0]
+    publish(space, scope, "kept", [kept])
+    (later,) = space.reserve(scope, 3, 0) or []
+    assert later.first >= kept.first + kept.count and later.extent is kept.extent
+    publish(space, scope, "later", [later])
+    space.check()
+
+
 def test_a_full_index_reclaims_like_a_full_medium() -> None:
     space = make_space(lanes=LANES, entries=20)
     old, young = fill(space, "a", 8, now_ns=1), fill(space, "b", 8, now_ns=2)

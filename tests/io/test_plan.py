@@ -181,6 +181,14 @@ def test_long_runs_are_split_at_the_largest_read_or_slot() -> None:
         assert len(plan.reads) == -(-400 // 64) + -(-800 // 64)
 
 
+def test_neighbours_merge_up_to_the_largest_read_and_no_further() -> None:
+    lanes = lane_table(4 * KiB)
+    rows = [(1, 0, 100, 1, slot, 1, slot) for slot in range(33)]
+    plan = make_tiles(runs(*rows), lanes, make_limits(read_bytes_max=64 * KiB))
+    assert plan.reads[:, 2].tolist() == [64 * KiB, 64 * KiB, 4 * KiB]
+    assert plan.segment_read.tolist() == [0] * 16 + [1] * 16 + [2]
+
+
 def test_first_tile_is_small_and_later_ones_double() -> None:
     lanes = lane_table(*[64 * KiB] * 64)
     limits = make_limits(first_tile_bytes=64 * KiB, slot_bytes=256 * KiB)
