@@ -32,13 +32,14 @@ from flatcake.errors import (
     ShapeError,
 )
 from flatcake.gva import Medium
+from flatcake.hits import Lease, Match
 from flatcake.io.paged import PagedKV, PagedTensor
 from flatcake.io.restore import Restore, RestoreResult
 from flatcake.io.save import Save, SaveResult
 from flatcake.keys import Identity
 from flatcake.placement import Decision, Placement, TablePlacement, Turn, TurnSignals
 from flatcake.stats import MediumStats, StoreStats
-from flatcake.store import Lease, Match, Store
+from flatcake.store import Store
 
 __version__ = "0.1.0.dev0"
 

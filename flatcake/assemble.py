@@ -6,6 +6,7 @@ Cheap checks come first, then memory, then the directories: a refusal leaves not
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TypedDict
 
 from flatcake.catalog import Catalog
 from flatcake.clock import Clock, MonotonicClock
@@ -18,16 +19,17 @@ from flatcake.gva import Medium
 from flatcake.index import Index
 from flatcake.io.arena import Arena, ArenaEngine
 from flatcake.io.device import Device, open_device
-from flatcake.io.engine import Engine
 from flatcake.io.filepool import FilePool, PoolSpec
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts
 from flatcake.io.plan import PlanLimits
 from flatcake.io.posix import PosixEngine
+from flatcake.io.probe import Around, choose_engine
 from flatcake.io.pump import Pump
 from flatcake.io.records import SUM_KIND_NONE, RecordBook
 from flatcake.io.seam import Files
-from flatcake.io.sizing import size_window
+from flatcake.io.sizing import WindowSize, size_window
+from flatcake.io.staged import Twins
 from flatcake.io.tilecopy import Copier, GpuCopier, HostCopier
 from flatcake.io.window import Window
 from flatcake.kernels.checksum import SUM_KIND
@@ -100,68 +102,97 @@ def open_dataplane(
         CapacityError: Not enough memory or disk.
         DeviceError: The device or a package for it is missing.
     """
-    lanes = LaneTable.of(geometry)
     wanted = config.device if config.device != "auto" else str(kv.device)
     device = open_device(wanted, files)
     if device.is_host != (kv.device.type == "cpu"):
         raise ShapeError(f"paged tensors on {kv.device}, device {device.name}: expected the same device")
-    size = size_window(config.io, lanes, is_host=device.is_host)
+    size = size_window(config.io, LaneTable.of(geometry), is_host=device.is_host)
     with ExitStack() as undo:
         pump = Pump(device, clock)
         undo.callback(pump.close, config.timeouts.close_ns)
-        media = _open_media(config, geometry, device, files, pump, undo)
-        verify = config.io.verify == "full"
+        media, io_reason = _open_media(config, geometry, _around(config, device, files, pump, size), undo)
         parts = Parts(
             rank=config.rank,
             epoch=epoch,
             device=device,
             clock=clock,
             pump=pump,
-            window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes),
-            save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes),
             media=media,
-            lanes=lanes,
-            payload_bytes=[geometry.payload_bytes(layer) for layer in range(geometry.layer_count)],
-            layout=layout_number(geometry.fingerprint()),
-            limits=PlanLimits(
-                gap_bytes_limit=config.io.gap_bytes_limit,
-                read_bytes_max=config.io.read_bytes_max,
-                slot_bytes=size.slot_bytes,
-                file_bytes=max(DIRECT_BYTES, _pool_sizes(config)[1]),
-                first_tile_bytes=min(FIRST_TILE_BYTES, size.slot_bytes),
-            ),
             copier=_copier(config, geometry, kv, device),
-            book=RecordBook(
-                lanes,
-                layout_number(geometry.fingerprint()),
-                sum_kind=SUM_KIND if verify else SUM_KIND_NONE,
-                bytes_max=RECORD_CACHE_BYTES,
-            ),
-            verify=verify,
+            verify=config.io.verify == "full",
+            **_shapes(config, geometry, device, size),
         )
-        closing = undo.pop_all()
         return DataPlane(
             parts,
             kv,
-            block_tokens=geometry.block_tokens,
-            pages_per_block=geometry.pages_per_block,
+            geometry=geometry,
             restores_max=config.io.restores_max,
-            close_parts=_closer(closing, media),
-            io_reason="",
+            close_parts=_closer(undo.pop_all(), media),
+            io_reason=io_reason,
         )
 
 
+def _around(config: StoreConfig, device: Device, files: Files, pump: Pump, size: WindowSize) -> Around:
+    return Around(
+        files=files,
+        device=device,
+        when=lambda event, then: pump.post(lambda: pump.when(event, then)),
+        file_count=_pool_sizes(config)[0] // config.capacity.pool_file_bytes,
+        file_bytes=config.capacity.pool_file_bytes,
+        pool=None,
+        twins=Twins(count=size.slots + size.save_slots, size_bytes=size.slot_bytes),
+    )
+
+
+class _Shapes(TypedDict):
+    window: Window
+    save_window: Window
+    lanes: LaneTable
+    payload_bytes: list[int]
+    layout: int
+    limits: PlanLimits
+    book: RecordBook
+
+
+def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: WindowSize) -> _Shapes:
+    """The parts that follow from the geometry."""
+    lanes, layout = LaneTable.of(geometry), layout_number(geometry.fingerprint())
+    sum_kind = SUM_KIND if config.io.verify == "full" else SUM_KIND_NONE
+    return _Shapes(
+        window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes),
+        save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes),
+        lanes=lanes,
+        payload_bytes=[geometry.payload_bytes(layer) for layer in range(geometry.layer_count)],
+        layout=layout,
+        limits=PlanLimits(
+            gap_bytes_limit=config.io.gap_bytes_limit,
+            read_bytes_max=config.io.read_bytes_max,
+            slot_bytes=size.slot_bytes,
+            file_bytes=max(DIRECT_BYTES, _pool_sizes(config)[1]),
+            first_tile_bytes=min(FIRST_TILE_BYTES, size.slot_bytes),
+        ),
+        book=RecordBook(lanes, layout, sum_kind=sum_kind, bytes_max=RECORD_CACHE_BYTES),
+    )
+
+
 def _open_media(
-    config: StoreConfig, geometry: Geometry, device: Device, files: Files, pump: Pump, undo: ExitStack
-) -> dict[Medium, MediumIO]:
+    config: StoreConfig, geometry: Geometry, around: Around, undo: ExitStack
+) -> tuple[dict[Medium, MediumIO], str]:
     media: dict[Medium, MediumIO] = {}
-    settings = config.io
+    reason = "there is no SSD medium"
     if config.capacity.dram_bytes_max:
-        arena = Arena(files, device, config.capacity.dram_bytes_max)
+        arena = Arena(around.files, around.device, config.capacity.dram_bytes_max)
         undo.callback(arena.close)
-        copies = ArenaEngine(arena, device, lambda event, then: pump.post(lambda: pump.when(event, then)))
+        copies = ArenaEngine(arena, around.device, around.when)
         media[Medium.DRAM] = MediumIO(copies, copies, lambda offset: (0, offset))
     if config.capacity.ssd_bytes_max:
+        media[Medium.SSD], reason = _open_ssd(config, geometry, around, undo)
+    return media, reason
+
+
+def _open_ssd(config: StoreConfig, geometry: Geometry, around: Around, undo: ExitStack) -> tuple[MediumIO, str]:
+    settings, pool = config.io, None
+    if settings.engine != "memory":
         spec = PoolSpec(
             directories=config.directories,
             size_bytes=_pool_sizes(config)[0],
@@ -172,11 +203,16 @@ def _open_media(
             geometry=geometry.fingerprint(),
             rank=config.rank,
         )
-        pool = FilePool(files, spec)
+        pool = FilePool(around.files, spec)
         undo.callback(pool.close)
-        engine: Engine = PosixEngine(files, pool.fds, threads=settings.io_threads, task_bytes=settings.task_bytes)
-        media[Medium.SSD] = MediumIO(engine, engine, pool.locate)
-    return media
+    engine, reason = choose_engine(settings, replace(around, pool=pool))
+    undo.callback(engine.close, 0)
+    host_engine = engine
+    if pool is not None and not isinstance(engine, PosixEngine):  # The window's engine moves device memory only.
+        host_engine = PosixEngine(around.files, pool.fds, threads=RECORD_THREADS, task_bytes=settings.task_bytes)
+        undo.callback(host_engine.close, 0)
+    file_bytes = config.capacity.pool_file_bytes
+    return MediumIO(engine, host_engine, lambda offset: divmod(offset, file_bytes)), reason
 
 
 def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device) -> Copier:
@@ -189,9 +225,9 @@ def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device
 def _closer(closing: ExitStack, media: dict[Medium, MediumIO]) -> Callable[[int], bool]:
     def close(wait_ns: int) -> bool:
         engines = {id(engine): engine for io in media.values() for engine in (io.engine, io.host_engine)}
-        is_clean = all([engine.close(wait_ns) for engine in engines.values()])
+        ended = [engine.close(wait_ns) for engine in engines.values()]  # every one of them, whatever the first says
         closing.close()
-        return is_clean
+        return all(ended)
 
     return close
 

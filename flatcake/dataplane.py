@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flatcake.errors import ClosedError
+from flatcake.geometry import Geometry
 from flatcake.io.device import Event
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import Parts
@@ -30,8 +31,7 @@ class DataPlane:
     Args:
         parts: What it is made of; `assemble` puts them together.
         kv: The engine's paged tensors.
-        block_tokens: Tokens in one block.
-        pages_per_block: Pages in one block.
+        geometry: Of `kv`, for the store's block size.
         restores_max: Restores under way at once; more wait for their turn.
         close_parts: Closes engines, files and memory; called once, with the nanoseconds that it may take.
         io_reason: Why the SSD's engine was chosen.
@@ -42,8 +42,7 @@ class DataPlane:
         parts: Parts,
         kv: PagedKV,
         *,
-        block_tokens: int,
-        pages_per_block: int,
+        geometry: Geometry,
         restores_max: int,
         close_parts: Callable[[int], bool],
         io_reason: str,
@@ -51,8 +50,7 @@ class DataPlane:
         self.parts = parts
         self.kv = kv
         self.io_reason = io_reason
-        self._block_tokens = block_tokens
-        self._pages_per_block = pages_per_block
+        self._geometry = geometry
         self._restores_max = restores_max
         self._close_parts = close_parts
         self._is_closed = False
@@ -76,24 +74,22 @@ class DataPlane:
             ClosedError: The data plane is closed.
         """
         self._require_open()
-        table = self.kv.page_table(pages, len(plan.keys), self._pages_per_block, holes=True)
+        table = self.kv.page_table(pages, len(plan.keys), self._geometry.pages_per_block, holes=True)
         work, after = self._expand(plan, self.parts.limits), self._mark(stream)
         restore = Restore(
             self.parts.device,
             self.parts.clock,
             work.tiles,
             blocks=len(plan.keys),
-            block_tokens=self._block_tokens,
+            block_tokens=self._geometry.block_tokens,
             layers=self.parts.lanes.layer_count,
         )
         reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report))
         self.parts.pump.post(lambda: self._begin_restore(reading, lambda: reading.start(table, after, deadline_ns)))
         return restore
 
-    def save(
-        self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report, deferred: bool = False
-    ) -> Save:
-        """Start a save, or prepare one that `Save.start` begins; returns at once.
+    def save(self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report) -> Save:
+        """Prepare a save that `Save.start` begins; returns at once.
 
         Args:
             plan: From a catalog.
@@ -101,14 +97,13 @@ class DataPlane:
             stream: The producer: its queued work is waited for before the pages are read.
             deadline_ns: Time of the clock after which no further write is begun.
             report: As for `restore`.
-            deferred: Begin only when `Save.start` is called.
 
         Raises:
             PageTableError: The page table is too short, out of range, or names a page twice.  Nothing was begun.
             ClosedError: The data plane is closed.
         """
         self._require_open()
-        table = self.kv.page_table(pages, len(plan.keys), self._pages_per_block, holes=False)
+        table = self.kv.page_table(pages, len(plan.keys), self._geometry.pages_per_block, holes=False)
         work = self._expand(plan, self._write_limits())
 
         def begin() -> None:
@@ -117,8 +112,6 @@ class DataPlane:
 
         save = Save(len(plan.keys), begin)
         writing = Writing(self.parts, save, work, lambda done: self._end_save(writing, done, report))
-        if not deferred:
-            save.start()
         return save
 
     def check_pages(self, pages: object, blocks: int) -> None:
@@ -127,14 +120,19 @@ class DataPlane:
         Raises:
             PageTableError: Too short, out of range, or a page named twice.
         """
-        self.kv.page_table(pages, blocks, self._pages_per_block, holes=False)
+        self.kv.page_table(pages, blocks, self._geometry.pages_per_block, holes=False)
 
     def miss(self, reason: str) -> Restore:
         """A restore that is over before it began and delivers nothing."""
         empty = make_tiles(Runs.none(), self.parts.lanes, self.parts.limits)
         layers = self.parts.lanes.layer_count
         restore = Restore(
-            self.parts.device, self.parts.clock, empty, blocks=0, block_tokens=self._block_tokens, layers=layers
+            self.parts.device,
+            self.parts.clock,
+            empty,
+            blocks=0,
+            block_tokens=self._geometry.block_tokens,
+            layers=layers,
         )
         restore.cancel(reason)
         restore.end()

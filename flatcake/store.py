@@ -6,21 +6,22 @@ Read path:   match -> lease -> restore -> wait_layer … -> result
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 
-from flatcake.catalog import Catalog, Hit, Refused
+import numpy as np
+
+from flatcake.catalog import Catalog, Refused
 from flatcake.clock import Clock
 from flatcake.config import StoreConfig
 from flatcake.dataplane import DataPlane
 from flatcake.errors import ClosedError
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
+from flatcake.hits import Lease, Match
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
 from flatcake.keys import Identity, chain
-from flatcake.ledger import LeaseEntry, Outcome
+from flatcake.ledger import Outcome
 from flatcake.messages import MEDIUM, Completion, KeyArray, Plan, PlanKind, block_column
 from flatcake.placement import Turn
 from flatcake.stats import MediumStats, StoreStats
@@ -28,65 +29,6 @@ from flatcake.units import MS
 
 TICK_NS = 250 * MS
 """How often expired leases and late plans are looked for."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Match:
-    """What the store holds of a request, when it was asked: a hint until it is leased."""
-
-    keys: KeyArray
-    """uint64 [blocks of the request, 2]: keys of all full blocks, stored or not."""
-    hit: Hit
-    block_tokens: int
-    block_bytes: int
-
-    @property
-    def blocks(self) -> int:
-        """Leading blocks that are stored."""
-        return self.hit.blocks
-
-    @property
-    def tokens(self) -> int:
-        """Leading tokens that are stored."""
-        return self.blocks * self.block_tokens
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that a restore of them reads."""
-        return self.blocks * self.block_bytes
-
-    def tokens_on(self, medium: Medium) -> int:
-        """How many of the tokens lie on one medium."""
-        return self.hit.blocks_on(medium) * self.block_tokens
-
-
-class Lease:
-    """A pinned prefix.  Ends when closed or after its time; closing twice is safe."""
-
-    def __init__(self, entry: LeaseEntry, block_tokens: int, release: Callable[[int], None]) -> None:
-        self.entry = entry
-        self._block_tokens = block_tokens
-        self._release = release
-
-    @property
-    def blocks(self) -> int:
-        return len(self.entry.keys)
-
-    @property
-    def tokens(self) -> int:
-        return self.blocks * self._block_tokens
-
-    def close(self) -> None:
-        """Let the blocks go.  A restore that is under way keeps what it reads until it is over."""
-        self._release(self.entry.lease_id)
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Store:
@@ -97,7 +39,13 @@ class Store:
     """
 
     def __init__(
-        self, catalog: Catalog, plane: DataPlane, geometry: Geometry, identity: Identity, config: StoreConfig, clock: Clock
+        self,
+        catalog: Catalog,
+        plane: DataPlane,
+        geometry: Geometry,
+        identity: Identity,
+        config: StoreConfig,
+        clock: Clock,
     ) -> None:
         self.catalog = catalog
         self.plane = plane
@@ -115,7 +63,8 @@ class Store:
         """Keys of the full blocks of a token sequence, uint64 [blocks, 2].
 
         Args:
-            tokens: 1-D integers from the first token on; numpy arrays are quickest.
+            tokens: 1-D integers from the first token on; numpy arrays are quickest.  Ready-made keys, uint64
+                [blocks, 2], are handed back as they are, so every method takes either.
             salt: A tenant's secret: sequences of different salts never hit each other.
             extra: What else changes the bytes of this request: adapter, image digests.
 
@@ -124,22 +73,20 @@ class Store:
 
         Cost: about 1 µs a block.
         """
+        if isinstance(tokens, np.ndarray) and tokens.ndim == 2 and tokens.dtype == np.uint64:
+            return tokens
         return chain(self.identity, tokens, salt=salt, extra=extra)  # type: ignore[arg-type]
 
-    def match(
-        self, tokens: object = None, *, keys: KeyArray | None = None, salt: bytes = b"", extra: bytes = b""
-    ) -> Match:
+    def match(self, tokens: object, *, salt: bytes = b"", extra: bytes = b"") -> Match:
         """Find the longest stored prefix of a request.  No side effects.
 
         Args:
-            tokens: The request's tokens; or give ready-made `keys`.
-            keys: From `keys`.
-            salt, extra: As for `keys`.
+            tokens, salt, extra: As for `keys`.
 
         Cost: hashing, then O(blocks): about 0.4 ms for 3,421 blocks among 5 M.
         """
         self._require_open()
-        found = self.keys(tokens, salt=salt, extra=extra) if keys is None else keys
+        found = self.keys(tokens, salt=salt, extra=extra)
         return Match(found, self.catalog.match(found), self.geometry.block_tokens, self.geometry.block_bytes)
 
     def lease(self, match: Match, *, hold_ns: int | None = None) -> Lease:
@@ -197,14 +144,13 @@ class Store:
             raise
         return restore
 
-    def save(
+    def save(  # noqa: PLR0913
         self,
         session: str,
         tokens: object,
         pages: object,
         turn: Turn | None = None,
         *,
-        keys: KeyArray | None = None,
         salt: bytes = b"",
         extra: bytes = b"",
         stream: object = None,
@@ -215,35 +161,31 @@ class Store:
 
         Args:
             session: Names whose blocks these are; they are placed and reclaimed together.
-            tokens: The whole sequence from its first token on; or give ready-made `keys`.
+            tokens: The whole sequence from its first token on, or its keys.
             pages: 1-D page table of the sequence; its pages are read until the handle's `reusable` says so.
             turn: What is known of the turn, for placement.
-            keys, salt, extra: As for `match`.
-            stream: The producer of the pages: its queued work is waited for.  None for the current stream.
-            timeout_ns: Given up after this, counted from now; None takes the configured time.
-            deferred: Begin only when the handle's `start` is called, e.g. in the next forward pass.
+            salt, extra: As for `keys`.
+            stream: The pages' producer: its queued work is waited for.  None for the current stream.
+            timeout_ns: Given up after this; None takes the configured time.
+            deferred: Begin only when the handle's `start` is called.
 
         Raises:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
         """
         self._require_open()
-        found = self.keys(tokens, salt=salt, extra=extra) if keys is None else keys
+        found = self.keys(tokens, salt=salt, extra=extra)
         self.plane.check_pages(pages, len(found))
-        if self._is_busy():
-            return Save.ended(len(found), "too many saves under way")
         now_ns = self._clock.now_ns()
-        plan = self.catalog.begin_save(session, found, turn or Turn(), now_ns)
-        if isinstance(plan, Refused):
-            return Save.ended(len(found), plan.reason)
-        if not len(plan.runs):
-            return Save.ended(len(found), "")
+        busy = self._is_busy()
+        plan = Refused(busy) if busy else self.catalog.begin_save(session, found, turn or Turn(), now_ns)
+        if isinstance(plan, Refused) or not len(plan.runs):
+            return Save.ended(len(found), plan.reason if isinstance(plan, Refused) else "")
         save = self.plane.save(
             plan,
             pages,
             stream=stream,
             deadline_ns=now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns),
             report=lambda done: self._settle(self.catalog.finish(done)),
-            deferred=True,
         )
         with self._lock:
             self._saves[plan.plan_id] = save
@@ -262,7 +204,7 @@ class Store:
         """What the store holds and did; cheap enough to ask every second."""
         parts, space = self.plane.parts, self.catalog.space
         opened = self.catalog.open_counts()
-        blocks = {medium: 0 for medium in Medium}
+        blocks = dict.fromkeys(Medium, 0)
         for scope in space.scopes:
             blocks[scope.medium] += scope.blocks
         media = {
@@ -334,11 +276,13 @@ class Store:
             plan_id=plan.plan_id, rank=parts.rank, epoch=parts.epoch, first_bad_block=first_bad_block, reason=reason
         )
 
-    def _is_busy(self) -> bool:
+    def _is_busy(self) -> str:
+        """Why no further save may begin now; empty when one may."""
         with self._lock:
-            busy = len(self._saves) >= self._config.io.saves_max
-            self._counts["refused: too many saves under way"] += busy
-        return busy
+            if len(self._saves) < self._config.io.saves_max:
+                return ""
+            self._counts["refused: too many saves under way"] += 1
+        return "too many saves under way"
 
     def _arm_tick(self) -> None:
         self.plane.parts.pump.at(self._clock.now_ns() + TICK_NS, self._tick)

@@ -115,9 +115,8 @@ class ArenaEngine:
     def close(self, wait_ns: int) -> bool:
         """Refuse further batches, and wait for copies under way, `wait_ns` at most; whether none are left."""
         with self._changed:
-            first, self._closed = not self._closed, True
-            if first:
-                self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
+            self._closed = True
+            self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
             return self._in_flight == 0
 
     def check(self) -> None:

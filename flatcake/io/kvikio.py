@@ -80,12 +80,11 @@ class KvikioEngine:
         """Finish what was submitted, end the threads, close the files.
 
         Returns:
-            Whether nothing is in flight; otherwise the files stay open, and another call may close them later.
+            Whether nothing is in flight; otherwise the files stay open; call again later.
         """
         with self._changed:
-            first, self._closed = not self._closed, True
-            if first:
-                self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
+            self._closed = True
+            self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
             is_idle = self._in_flight == 0
             threads, self._threads = (self._threads, []) if is_idle else ([], self._threads)
         for _ in threads:

@@ -79,9 +79,7 @@ class PagedKV:
         ShapeError: Tensors on several devices, with different numbers of pages, or of a layout that is not rows.
     """
 
-    def __init__(
-        self, layers: Sequence[Sequence[PagedTensor]], *, page_tokens: int, names: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, layers: Sequence[Sequence[PagedTensor]], *, page_tokens: int, names: Sequence[str] = ()) -> None:
         if not layers or not all(layers):
             raise ShapeError(f"{len(layers)} layers: expected at least one, each with a tensor")
         self.page_tokens = page_tokens

@@ -154,7 +154,7 @@ def _inspect(files: Files, home: str, version: int) -> Header | None:
 
 def _read_header(files: Files, path: str, version: int) -> Header | None:
     text = files.read_text(path, _TEXT_BYTES_MAX + 1)
-    if not text.strip("\0 \n"):
+    if len(text) <= _HEADER_BYTES and not text.strip("\0 \n"):
         return None  # A crash came before the first header; nothing else was written then.
     try:
         found = json.loads(text) if len(text) <= _TEXT_BYTES_MAX else None

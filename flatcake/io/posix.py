@@ -70,10 +70,9 @@ class PosixEngine:
             Whether nothing is in flight; otherwise threads are stuck in the kernel, and the files must stay open.
         """
         with self._changed:
-            first, self._closed = not self._closed, True
+            self._closed = True
             self._changed.notify_all()
-            if first:
-                self._changed.wait_for(lambda: self._alive == 0, wait_ns / 1e9)
+            self._changed.wait_for(lambda: self._alive == 0, wait_ns / 1e9)
             cancelled = [*self._reads, *self._writes]
             self._reads.clear()
             self._writes.clear()

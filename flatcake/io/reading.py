@@ -15,7 +15,7 @@ from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
 from flatcake.io.records import ExtentRef, Record, extents_of
 from flatcake.io.restore import Restore
-from flatcake.io.tilebatch import bad_pieces, move_tile
+from flatcake.io.tilebatch import TileMover, bad_pieces
 from flatcake.io.tilecopy import TileCopy
 from flatcake.io.verdict import expected_sums, failed_blocks
 from flatcake.kernels.checksum import Sums
@@ -26,9 +26,7 @@ from flatcake.trace import span
 class Reading:
     """Moves one restore's tiles."""
 
-    def __init__(
-        self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None]
-    ) -> None:
+    def __init__(self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None]) -> None:
         self._parts, self._restore, self._report = parts, restore, report
         self._plan, self._tiles, self._pieces = work.plan, work.tiles, work.pieces
         self._next_tile = 0
@@ -46,12 +44,14 @@ class Reading:
         self._unverified = self._unread.copy()
         self._stream: Stream = None
         self._copy: TileCopy
+        self._mover: TileMover
 
     def start(self, pages: Int64Array, after: Event, deadline_ns: int) -> None:
         """Begin; `after` is waited for on the device before the first scatter."""
         parts = self._parts
         parts.restores_active += 1
         self._stream = parts.take_stream()
+        self._mover = TileMover(parts, self._tiles, self._stream, write=False)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(self._tiles, self._pieces, pages, self._stream, sums=parts.verify)
         parts.pump.at(deadline_ns, lambda: self.drop("deadline"))
@@ -116,15 +116,7 @@ class Reading:
     def _read(self, tile: int, slot: Buffer) -> None:
         self._next_tile += 1
         self._in_flight += 1
-        move_tile(
-            self._parts,
-            self._tiles,
-            tile,
-            slot,
-            self._stream,
-            write=False,
-            answer=lambda results: self._on_read(tile, slot, results),
-        )
+        self._mover.move(tile, slot, lambda results: self._on_read(tile, slot, results))
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result]) -> None:
         bad = bad_pieces(self._parts, self._tiles, self._pieces, tile, results)

@@ -20,9 +20,7 @@ from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, GENERATION,
 class Recording:
     """Writes the records of one save."""
 
-    def __init__(
-        self, parts: Parts, plan: Plan, sums: npt.NDArray[np.uint64], then: Callable[[str], None]
-    ) -> None:
+    def __init__(self, parts: Parts, plan: Plan, sums: npt.NDArray[np.uint64], then: Callable[[str], None]) -> None:
         self._parts, self._plan, self._sums, self._then = parts, plan, sums, then
         self._waiting = 0
         self._error = ""

@@ -89,9 +89,8 @@ class StagedEngine:
         """
         until_ns = time.monotonic_ns() + wait_ns
         with self._changed:
-            first, self._closed = not self._closed, True
-            if first:
-                self._changed.wait_for(self._is_idle, wait_ns / 1e9)
+            self._closed = True
+            self._changed.wait_for(self._is_idle, wait_ns / 1e9)
             cancelled = [*self._queue]
             self._queue.clear()
         for job in cancelled:

@@ -4,12 +4,13 @@ Read path:  plan -> [tilebatch] -> engines -> slot
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from flatcake.gva import Medium
 from flatcake.io.device import Stream
-from flatcake.io.engine import Buffer, Result
+from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Pieces
 from flatcake.io.plan import TilePlan
@@ -18,33 +19,41 @@ from flatcake.messages import Int64Array
 Answer = Callable[[list[Result]], None]
 
 
-def move_tile(
-    parts: Parts, tiles: TilePlan, tile: int, slot: Buffer, stream: Stream, *, write: bool, answer: Answer
-) -> None:
-    """Start all reads, or writes, of a tile; `answer` comes on the pump's thread with a result per read."""
-    first, last = int(tiles.tile_reads[tile]), int(tiles.tile_reads[tile + 1])
-    rows = tiles.reads[first:last].tolist()
-    results: list[Result] = [Result(0, 0)] * len(rows)
-    media = sorted({row[0] for row in rows})
-    waiting = len(media)
+class TileMover:
+    """Moves the tiles of one plan between the media and slots, all in one direction."""
 
-    def collect(numbers: list[int], found: list[Result]) -> None:
-        nonlocal waiting
-        for number, result in zip(numbers, found, strict=True):
-            results[number] = result
-        waiting -= 1
-        if not waiting:
-            answer(results)
+    def __init__(self, parts: Parts, tiles: TilePlan, stream: Stream, *, write: bool) -> None:
+        self._parts, self._tiles, self._stream = parts, tiles, stream
+        self._write = write
+        self._verb = "write" if write else "read"
 
-    for medium in media:
-        numbers = [number for number, row in enumerate(rows) if row[0] == medium]
-        batch = [parts.transfer(*rows[number]) for number in numbers]
-        engine = parts.media[Medium(medium)].engine
-        moved = sum(transfer.size_bytes for transfer in batch)
-        parts.counts[f"{'write' if write else 'read'}_bytes:{engine.name}"] += moved
-        parts.counts[f"{'write' if write else 'read'}s:{engine.name}"] += len(batch)
-        move = engine.write if write else engine.read
-        move(batch, slot, stream, lambda found, numbers=numbers: parts.pump.post(lambda: collect(numbers, found)))  # type: ignore[misc]
+    def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
+        """Start all transfers of a tile; `answer` comes on the pump's thread with a result for each read."""
+        first, last = self._tiles.tile_reads[tile : tile + 2].tolist()
+        rows = self._tiles.reads[first:last].tolist()
+        results = [Result(0, 0)] * len(rows)
+        media = sorted({row[0] for row in rows})
+        waiting = len(media)
+
+        def collect(numbers: list[int], found: list[Result]) -> None:
+            nonlocal waiting
+            for number, result in zip(numbers, found, strict=True):
+                results[number] = result
+            waiting -= 1
+            if not waiting:
+                answer(results)
+
+        for medium in media:
+            numbers = [number for number, row in enumerate(rows) if row[0] == medium]
+            batch = [self._parts.transfer(*rows[number]) for number in numbers]
+            self._submit(Medium(medium), batch, slot, partial(collect, numbers))
+
+    def _submit(self, medium: Medium, batch: list[Transfer], slot: Buffer, collect: Answer) -> None:
+        parts, engine = self._parts, self._parts.media[medium].engine
+        parts.counts[f"{self._verb}_bytes:{engine.name}"] += sum(transfer.size_bytes for transfer in batch)
+        parts.counts[f"{self._verb}s:{engine.name}"] += len(batch)
+        move = engine.write if self._write else engine.read
+        move(batch, slot, self._stream, lambda found: parts.pump.post(partial(collect, found)))
 
 
 def bad_pieces(parts: Parts, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:

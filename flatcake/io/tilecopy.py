@@ -4,7 +4,7 @@ A copy object belongs to one plan.  It scatters or gathers tile after tile, and 
 were computed in the same pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -134,7 +134,7 @@ class _GpuCopy:
         assert self._host_sums is not None
         return self._host_sums[self._bounds[tile] : self._bounds[tile + 1]].numpy().view(np.uint32)
 
-    def _launch(self, kernel: "_Kernel", slot: Buffer, first: int, last: int) -> None:
+    def _launch(self, kernel: Callable[..., None], slot: Buffer, first: int, last: int) -> None:
         with self._copier.device.use(self._stream):
             sums = self._sums[first:last] if self._sums is not None else None
             seeds = self._seeds[first:last] if self._seeds is not None else None
@@ -149,20 +149,6 @@ class _GpuCopy:
             )
             if sums is not None and self._host_sums is not None:
                 self._host_sums[first:last].copy_(sums, non_blocking=True)
-
-
-class _Kernel(Protocol):
-    def __call__(
-        self,
-        window: torch.Tensor,
-        pieces: torch.Tensor,
-        pages: torch.Tensor,
-        kv: KVTable,
-        *,
-        sums: torch.Tensor | None,
-        seeds: torch.Tensor | None,
-        programs_max: int | None,
-    ) -> None: ...
 
 
 def _host_bytes(slot: Buffer) -> ByteArray:

@@ -16,7 +16,7 @@ from flatcake.io.pieces import Work
 from flatcake.io.recording import Recording
 from flatcake.io.records import extents_of
 from flatcake.io.save import Save
-from flatcake.io.tilebatch import bad_pieces, move_tile
+from flatcake.io.tilebatch import TileMover, bad_pieces
 from flatcake.io.tilecopy import TileCopy
 from flatcake.kernels.checksum import finish
 from flatcake.messages import Completion, Int64Array
@@ -39,11 +39,13 @@ class Writing:
         self._sums = np.zeros((len(work.plan.keys), parts.lanes.layer_count), np.uint64)
         self._stream: Stream = None
         self._copy: TileCopy
+        self._mover: TileMover
 
     def start(self, pages: Int64Array, after: Event, deadline_ns: int) -> None:
         """Begin; `after` is waited for on the device before the first gather."""
         parts, work = self._parts, self._work
         self._stream = parts.take_stream()
+        self._mover = TileMover(parts, work.tiles, self._stream, write=True)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
         parts.pump.at(deadline_ns, self._on_deadline)
@@ -105,15 +107,7 @@ class Writing:
             table, seeds = self._work.pieces.table[first:end], self._work.pieces.seeds[first:end]
             sizes = np.asarray(self._parts.payload_bytes)[table[:, 2]]
             self._sums[table[:, 1], table[:, 2]] = finish(self._copy.sums(tile), sizes, seeds)
-        move_tile(
-            self._parts,
-            self._work.tiles,
-            tile,
-            slot,
-            self._stream,
-            write=True,
-            answer=lambda results: self._on_written(tile, slot, results),
-        )
+        self._mover.move(tile, slot, lambda results: self._on_written(tile, slot, results))
 
     def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
         bad = bad_pieces(self._parts, self._work.tiles, self._work.pieces, tile, results)
