@@ -1,0 +1,105 @@
+"""The DRAM arena: the contract on a CPU and on a GPU that runs when told; pinning; memory that is not to be had."""
+
+import errno
+import logging
+
+import pytest
+import torch
+
+from flatcake.errors import CapacityError
+from flatcake.io.arena import Arena, ArenaEngine
+from flatcake.io.device import CpuDevice, Device
+from flatcake.io.engine import Result, Transfer
+from flatcake.io.seam import Files
+from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, host_buffer, when
+from tests.io.contract import CHECKS, PAGE, Answer, Bench, fill, whole
+
+SIZE = 72 * PAGE
+BATCH = [Transfer(0, PAGE, 2 * PAGE, 0), Transfer(0, 8 * PAGE, PAGE, 2 * PAGE)]
+
+
+@pytest.mark.parametrize("device", [CpuDevice(Files()), FakeCuda()], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("check", CHECKS)
+def test_arena_keeps_contract(check, device: Device) -> None:
+    arena = Arena(Files(), device, SIZE)
+    engine = ArenaEngine(arena, device, when)
+    buffer = host_buffer if device.is_host else gpu_buffer
+    check(Bench(engine=engine, file_count=1, file_bytes=SIZE, buffer=buffer, stream=device.new_stream()))
+    engine.check()
+    assert engine.close(0)
+    arena.close()
+
+
+def test_arena_is_zeroed_and_not_pinned_on_a_cpu() -> None:
+    arena = Arena(Files(), CpuDevice(Files()), SIZE)
+    assert arena.array.nbytes == arena.size_bytes == SIZE and not arena.array.any()
+    assert not arena.pinned and arena.pages in ("hugetlb", "thp", "small")
+    arena.check()
+    arena.close()
+    arena.close()
+
+
+def test_arena_is_pinned_once_and_unpinned_once() -> None:
+    device = FakeCuda()
+    arena = Arena(Files(), device, SIZE)
+    assert arena.pinned and device.pinned == [arena.address]
+    arena.close()
+    arena.close()
+    assert not arena.pinned and not device.pinned
+
+
+def test_failing_pin_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeCuda()
+    device.pin_error = RuntimeError("out of pinned memory")
+    with caplog.at_level(logging.WARNING):
+        arena = Arena(Files(), device, SIZE)
+    assert not arena.pinned and "out of pinned memory" in caplog.text
+    arena.close()
+
+
+def test_missing_memory_is_refused_with_numbers() -> None:
+    files = FaultyFiles()
+    files.fail("map_memory", errno.ENOMEM)
+    with pytest.raises(CapacityError, match=f"{SIZE} bytes.*dram_bytes_max"):
+        Arena(files, CpuDevice(files), SIZE)
+    with pytest.raises(CapacityError, match="available|memory"):
+        Arena(Files(), CpuDevice(files), 1 << 46)
+
+
+def test_read_is_answered_at_once_and_write_after_its_copies() -> None:
+    device = FakeCuda(manual=True)
+    arena, stream = Arena(Files(), device, SIZE), device.new_stream()
+    engine = ArenaEngine(arena, device, when)
+    source, target, wrote, done = gpu_buffer(3 * PAGE), gpu_buffer(3 * PAGE), Answer(), Answer()
+    sent = fill(source, seed=1)
+    engine.write(BATCH, source, stream, wrote)
+    assert not wrote.calls and not engine.close(0)
+    stream.run()
+    assert wrote.results() == whole(BATCH)
+    assert engine.close(0)
+    engine = ArenaEngine(arena, device, when)
+    engine.read(BATCH, target, stream, done)
+    assert done.calls == [whole(BATCH)] and not target.tensor.any()
+    assert not engine.close(0)  # The arena may not be unpinned yet.
+    stream.run()
+    assert torch.equal(target.tensor, sent) and engine.close(0)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_failing_device_is_a_result(verb: str) -> None:
+    device = FakeCuda()
+    engine, answer = ArenaEngine(Arena(Files(), device, SIZE), device, when), Answer()
+    device.copy_error = RuntimeError("an illegal memory access was encountered")
+    getattr(engine, verb)(BATCH, gpu_buffer(3 * PAGE), device.new_stream(), answer)
+    assert answer.calls == [[Result(0, errno.EIO)] * 2]
+    assert engine.close(0)
+
+
+def test_write_beyond_the_end_changes_nothing_there() -> None:
+    device = CpuDevice(Files())
+    arena, answer, source = Arena(Files(), device, SIZE), Answer(), host_buffer(4 * PAGE)
+    sent = fill(source, seed=2)
+    ArenaEngine(arena, device, when).write([Transfer(0, SIZE - PAGE, 4 * PAGE, 0)], source, None, answer)
+    assert answer.calls == [[Result(PAGE, errno.EIO)]]
+    assert torch.equal(torch.from_numpy(arena.array)[SIZE - PAGE :], sent[:PAGE])
+    assert not arena.array[: SIZE - PAGE].any()

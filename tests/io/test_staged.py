@@ -1,0 +1,162 @@
+"""The staged engine: the contract over posix and memory, twins, stream order, faults, closing."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatcake.errors import CapacityError
+from flatcake.io.engine import Result, Transfer
+from flatcake.io.memory import Fault, MemoryEngine
+from flatcake.io.posix import PosixEngine
+from flatcake.io.seam import Files
+from flatcake.io.staged import StagedEngine, Twins
+from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, when
+from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, fill, read, whole, write
+
+FILE_BYTES = 72 * PAGE
+BATCH = [Transfer(0, PAGE, 2 * PAGE, 0), Transfer(1, 8 * PAGE, PAGE, 2 * PAGE), Transfer(0, 0, PAGE, 5 * PAGE)]
+
+
+@pytest.mark.parametrize("twins", [1, 3])
+@pytest.mark.parametrize("check", CHECKS)
+def test_staged_posix_keeps_contract(check, twins: int, tmp_path: Path) -> None:
+    files, device = FaultyFiles(), FakeCuda()
+    fds = [files.open_file(str(tmp_path / name), create=True, direct=False) for name in "abc"]
+    for fd in fds:
+        files.allocate(fd, FILE_BYTES)
+    inner = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE)
+    engine = StagedEngine(inner, device, files, Twins(twins, 64 * PAGE), when)
+    assert engine.name == "posix-staged" and engine.pinned
+    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=gpu_buffer, stream=device.new_stream()))
+    engine.check()
+    assert engine.close(CLOSE_NS)
+    assert not device.pinned
+    for fd in fds:
+        files.close(fd)
+
+
+class Setup:
+    """A staged engine over memory, and a GPU that runs when told."""
+
+    def __init__(self, *, manual: bool = True, twins: int = 1) -> None:
+        self.inner = MemoryEngine(2, FILE_BYTES)
+        self.device = FakeCuda(manual=manual)
+        self.stream = self.device.new_stream()
+        self.engine = StagedEngine(self.inner, self.device, Files(), Twins(twins, 8 * PAGE), when)
+        self.bench = Bench(engine=self.engine, file_count=2, file_bytes=FILE_BYTES, stream=self.stream)
+
+
+def test_read_is_answered_when_its_copies_are_queued() -> None:
+    at = Setup()
+    at.inner.files[0][:], at.inner.files[1][:] = 3, 4
+    answer, buffer = Answer(), gpu_buffer(8 * PAGE)
+    at.engine.read(BATCH, buffer, at.stream, answer)
+    assert answer.calls == [whole(BATCH)] and not buffer.tensor.any()
+    assert at.device.copies == 2  # Neighbours in the slot travel together.
+    at.stream.run()
+    want = torch.zeros(8 * PAGE, dtype=torch.uint8)
+    want[: 2 * PAGE], want[2 * PAGE : 3 * PAGE], want[5 * PAGE : 6 * PAGE] = 3, 4, 3
+    assert torch.equal(buffer.tensor, want)
+    at.engine.check()
+    assert at.engine.close(0)
+
+
+def test_write_waits_for_its_copies() -> None:
+    at = Setup()
+    answer, buffer = Answer(), gpu_buffer(8 * PAGE)
+    sent = fill(buffer, seed=1)
+    at.engine.write(BATCH, buffer, at.stream, answer)
+    assert not answer.calls and not at.inner.calls
+    at.stream.run()
+    assert answer.calls == [whole(BATCH)]
+    assert torch.equal(torch.from_numpy(at.inner.files[0][PAGE : 3 * PAGE]), sent[: 2 * PAGE])
+    assert not at.inner.files[0][3 * PAGE :].any()
+    assert at.engine.close(0)
+
+
+def test_batch_without_twin_waits_in_a_queue() -> None:
+    at = Setup(twins=2)
+    at.inner.files[0][:] = 5
+    buffers, answers = [gpu_buffer(8 * PAGE) for _ in range(5)], [Answer() for _ in range(5)]
+    for buffer, answer in zip(buffers, answers, strict=True):
+        at.engine.read(BATCH, buffer, at.stream, answer)
+    assert [len(answer.calls) for answer in answers] == [1, 1, 0, 0, 0]
+    at.engine.check()
+    at.stream.run()
+    assert [len(answer.calls) for answer in answers] == [1, 1, 1, 1, 0]
+    at.stream.run()
+    at.stream.run()
+    assert all(answer.results() == whole(BATCH) for answer in answers)
+    assert all(int(buffer.tensor[0]) == 5 for buffer in buffers)
+    assert at.engine.close(0)
+
+
+def test_twin_is_not_reused_before_its_copies_are_made() -> None:
+    at = Setup()
+    first, second = gpu_buffer(8 * PAGE), gpu_buffer(8 * PAGE)
+    at.inner.files[0][:] = 6
+    at.engine.read(BATCH, first, at.stream, Answer())
+    at.engine.read(BATCH, second, at.stream, Answer())
+    at.inner.files[0][:] = 7
+    at.stream.run()
+    at.stream.run()
+    assert int(first.tensor[0]) == 6 and int(second.tensor[0]) == 7
+
+
+def test_errors_and_good_bytes_come_through() -> None:
+    at = Setup(manual=False)
+    buffer = gpu_buffer(8 * PAGE)
+    at.inner.files[0][:] = 8
+    at.inner.inject(Fault(kind="short", verb="read", moved_bytes=PAGE, error=errno.EIO))
+    at.inner.inject(Fault(kind="error", verb="write", error=errno.ENOSPC, transfer=2))
+    assert read(at.bench, BATCH, buffer) == [Result(PAGE, errno.EIO), Result(PAGE, 0), Result(PAGE, 0)]
+    assert buffer.tensor[:PAGE].eq(8).all() and not buffer.tensor[PAGE : 2 * PAGE].any()
+    assert write(at.bench, BATCH, buffer) == [*whole(BATCH[:2]), Result(0, errno.ENOSPC)]
+    assert read(at.bench, BATCH, buffer) == whole(BATCH)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_failing_device_is_a_result_and_twin_comes_back(verb: str) -> None:
+    at = Setup(manual=False)
+    at.device.copy_error = RuntimeError("an illegal memory access was encountered")
+    for _ in range(3):
+        answer = Answer()
+        getattr(at.engine, verb)(BATCH, gpu_buffer(8 * PAGE), at.stream, answer)
+        assert answer.calls == [[Result(0, errno.EIO)] * 3]
+    at.engine.check()
+    assert at.engine.close(0)
+
+
+def test_close_cancels_what_waits_and_keeps_twins_that_are_in_use() -> None:
+    at = Setup()
+    hangs, waits = Answer(), Answer()
+    at.inner.inject(Fault(kind="hang"))
+    buffer = gpu_buffer(8 * PAGE)
+    at.engine.read(BATCH, buffer, at.stream, hangs)
+    at.engine.read(BATCH, buffer, at.stream, waits)
+    assert not at.engine.close(0)
+    assert waits.calls == [[Result(0, errno.ECANCELED)] * 3] and not hangs.calls
+    assert at.device.pinned
+    at.inner.let_go()
+    assert hangs.results() == whole(BATCH)
+    assert not at.engine.close(0)  # Its copy is not made yet.
+    at.stream.run()
+    assert at.engine.close(0) and not at.device.pinned
+
+
+def test_memory_that_is_not_to_be_had_or_pinned() -> None:
+    files, device = FaultyFiles(), FakeCuda()
+    files.fail("map_memory", errno.ENOMEM)
+    with pytest.raises(CapacityError, match=str(3 * PAGE)):
+        StagedEngine(MemoryEngine(1, PAGE), device, files, Twins(3, PAGE), when)
+    device.pin_error = RuntimeError("no")
+    engine = StagedEngine(MemoryEngine(1, PAGE), device, files, Twins(3, PAGE), when)
+    assert not engine.pinned and engine.close(0)
+
+
+def test_buffer_larger_than_a_twin_is_a_mistake() -> None:
+    at = Setup()
+    with pytest.raises(AssertionError):
+        at.engine.read(BATCH, gpu_buffer(9 * PAGE), at.stream, Answer())
