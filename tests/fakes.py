@@ -237,6 +237,8 @@ class FakeKvikio:
         """Transfers that start now end after this event."""
         self.damage = False
         """Whether a byte of every transfer is wrong."""
+        self.lose_writes = False
+        """Whether writes claim success and change nothing."""
 
     def CuFile(self, path: str, flags: str) -> "FakeCuFile":
         if self.open_error is not None:
@@ -291,6 +293,8 @@ class FakeCuFile:
                 raise outcome
             if is_read and file_offset + size > os.fstat(self._fd).st_size:
                 raise RuntimeError("EOF")
+            if kvikio.lose_writes and not is_read:
+                return size
             moved = (os.preadv if is_read else os.pwritev)(self._fd, [array.data], file_offset)
             if kvikio.damage:
                 array[0] ^= 1
