@@ -56,7 +56,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        space = make_space(lanes=LANES, ssd_files=2, file_bytes=LANES.extent_bytes(24), entries=90, percent=200)
+        space = make_space(lanes=LANES, ssd_files=1, file_bytes=LANES.extent_bytes(30), entries=50, percent=200)
         self.catalog = make_catalog(space, ranks=2)
         self.now_ns = 0
         self.epochs = {0: 1, 1: 1}
@@ -80,8 +80,9 @@ class CatalogMachine(RuleBasedStateMachine):
         sequence=st.sampled_from(SEQUENCES),
         blocks=st.integers(0, 20),
         turn=st.sampled_from([ONE_SHOT, CHAT, AGENT, Turn(shared_tokens=64)]),
+        to_end=st.booleans(),
     )
-    def begin_save(self, session: int, sequence: KeyArray, blocks: int, turn: Turn) -> None:
+    def save(self, session: int, sequence: KeyArray, blocks: int, turn: Turn, to_end: bool) -> None:
         leases = [entry for entry in self.leases if not self.is_void(entry)]
         plan = self.catalog.begin_save(f"s{session}", sequence[:blocks], turn, self.now_ns)
         assert not any(map(self.is_void, leases)), "a leased scope was reclaimed"
@@ -98,8 +99,11 @@ class CatalogMachine(RuleBasedStateMachine):
             self.written[gva] = plan.plan_id, plan.keys[block].tobytes()
         if targets:
             self.open.append(Open(plan, set(self.epochs.items())))
+        while to_end and targets and self.open[-1].waiting:
+            self.report(self.open[-1], *min(self.open[-1].waiting))
+            to_end = bool(self.open) and self.open[-1].plan is plan
 
-    @rule(sequence=st.sampled_from(SEQUENCES), hold_ns=st.sampled_from([None, 5]))
+    @rule(sequence=st.sampled_from(SEQUENCES), hold_ns=st.sampled_from([None, None, 5]))
     def lease(self, sequence: KeyArray, hold_ns: int | None) -> None:
         entry = self.catalog.lease(sequence, self.now_ns, hold_ns)
         assert len(entry.keys) == self.catalog.match(sequence).blocks == entry.runs.blocks
@@ -136,7 +140,9 @@ class CatalogMachine(RuleBasedStateMachine):
         if not self.open:
             return
         item = data.draw(st.sampled_from(self.open))
-        rank, epoch = data.draw(st.sampled_from(sorted(item.waiting)))
+        self.report(item, *data.draw(st.sampled_from(sorted(item.waiting))), fails)
+
+    def report(self, item: Open, rank: int, epoch: int, fails: bool = False) -> None:
         bad = int(item.plan.runs.column(FIRST_BLOCK)[0]) if fails else None
         done = Completion(plan_id=item.plan.plan_id, rank=rank, epoch=epoch, first_bad_block=bad, reason="EIO")
         item.waiting.discard((rank, epoch))

@@ -54,6 +54,12 @@ def test_prefix_of_nothing_is_empty() -> None:
     assert not len(prefix.runs) and not prefix.owners and not prefix.scopes
 
 
+def test_neighbouring_slots_are_two_runs_where_the_request_has_a_hole() -> None:
+    space = make_space(lanes=LANES)
+    runs = prefix_of(filled(space, "a", Medium.SSD, 3), np.array([0, 2, 3]), space).runs
+    assert runs.table[:, [FIRST_SLOT, BLOCKS, FIRST_BLOCK]].tolist() == [[0, 1, 0], [1, 2, 2]]
+
+
 def test_neighbouring_extents_are_two_runs_even_with_one_layer() -> None:
     space = make_space(lanes=LaneTable.of(make_geometry(4096)))
     gvas = np.concatenate([filled(space, "a", Medium.SSD, 2), filled(space, "b", Medium.SSD, 2)])
