@@ -165,10 +165,10 @@ class Scheduler:
     # Events of the engine and of time.
 
     def take_back(self, pages: int, now_ns: int) -> Actions:
-        """The engine needs `pages` pages: undispatched requests give theirs up, the youngest first.
+        """The engine lacks `pages` pages in all: undispatched requests give theirs up, the youngest first.
 
-        They wait again at their original arrival.  Pages on their way back count.  No prefetch starts before
-        `pages_freed`, or `pages_retry_ns` later.  Cost: O(n log n) in the prefetches that hold pages.
+        They wait again at their original arrival.  Pages on their way back since an earlier call count.  No prefetch
+        starts before `pages_freed`, or `pages_retry_ns` later.  Cost: O(n log n) in the prefetches that hold pages.
         """
         state = self._begin(now_ns)
         self._closed_until_ns = state.now_ns + self.config.pages_retry_ns

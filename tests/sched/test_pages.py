@@ -143,6 +143,16 @@ def test_pages_under_a_read_come_back_only_after_it() -> None:
     assert scheduler.pages_freed(4) == (StartPrefetch(1, "a", 10, 1),)
 
 
+def test_pages_on_their_way_back_are_not_taken_a_second_time() -> None:
+    scheduler = Scheduler(SchedConfig())
+    for number in range(2):
+        scheduler.submit(Request(request_id=number, ssd_bytes=1, pages=10), 0)
+        scheduler.started(number, 0)
+    assert scheduler.take_back(10, 1) == (CancelPrefetch(1, 1),)
+    assert scheduler.take_back(10, 2) == ()
+    assert scheduler.take_back(11, 3) == (CancelPrefetch(0, 0),)
+
+
 def test_refusal_waits_for_freed_pages_or_the_retry_time_and_nobody_passes() -> None:
     scheduler = Scheduler(SchedConfig(pages_retry_ns=50))
     (start,) = scheduler.submit(Request(request_id="a", ssd_bytes=8, pages=10), 0)
