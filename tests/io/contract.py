@@ -25,6 +25,8 @@ class Bench:
     """At least 64 pages."""
     buffer: Callable[[int], Buffer] = host_buffer
     stream: Any = None
+    settle: Callable[[], None] = lambda: None
+    """Waits for what is queued on `stream`: a read is in place only for what is queued after it."""
 
 
 @dataclass
@@ -47,7 +49,9 @@ class Answer:
 def read(bench: Bench, batch: Sequence[Transfer], buffer: Buffer) -> list[Result]:
     answer = Answer()
     bench.engine.read(batch, buffer, bench.stream, answer)
-    return answer.results()
+    results = answer.results()
+    bench.settle()
+    return results
 
 
 def write(bench: Bench, batch: Sequence[Transfer], buffer: Buffer) -> list[Result]:
@@ -75,9 +79,9 @@ def check_round_trip(bench: Bench) -> None:
                 source, target = bench.buffer(pages * PAGE), bench.buffer(pages * PAGE)
                 sent = fill(source, seed=pages)
                 assert write(bench, batch, source) == whole(batch)
-                assert torch.equal(source.tensor, sent)
+                assert torch.equal(source.tensor.cpu(), sent)
                 assert read(bench, batch, target) == whole(batch)
-                assert torch.equal(target.tensor, sent)
+                assert torch.equal(target.tensor.cpu(), sent)
 
 
 def check_batch_touches_only_its_ranges(bench: Bench) -> None:
@@ -98,12 +102,12 @@ def check_batch_touches_only_its_ranges(bench: Bench) -> None:
     for _, offset_bytes, size_bytes, buffer_offset in batch:
         want[offset_bytes : offset_bytes + size_bytes] = sent[buffer_offset : buffer_offset + size_bytes]
     assert read(bench, everything, target) == whole(everything)
-    assert torch.equal(target.tensor, want)
+    assert torch.equal(target.tensor.cpu(), want)
     kept = fill(target, seed=3)
     assert read(bench, batch, target) == whole(batch)
     for _, _, size_bytes, buffer_offset in batch:
         kept[buffer_offset : buffer_offset + size_bytes] = sent[buffer_offset : buffer_offset + size_bytes]
-    assert torch.equal(target.tensor, kept)
+    assert torch.equal(target.tensor.cpu(), kept)
 
 
 def check_empty_batch_is_answered_at_once(bench: Bench) -> None:
@@ -114,7 +118,7 @@ def check_empty_batch_is_answered_at_once(bench: Bench) -> None:
             answer = Answer()
             call(batch, buffer, bench.stream, answer)
             assert answer.calls == [whole(batch)]
-    assert torch.equal(buffer.tensor, kept)
+    assert torch.equal(buffer.tensor.cpu(), kept)
 
 
 def check_end_of_file_is_an_error(bench: Bench) -> None:
@@ -130,9 +134,9 @@ def check_end_of_file_is_an_error(bench: Bench) -> None:
         Transfer(file, bench.file_bytes, PAGE, 4 * PAGE),
     ]
     fine, crossing, beyond = read(bench, batch, target)
-    assert fine == Result(PAGE, 0) and torch.equal(target.tensor[5 * PAGE : 6 * PAGE], sent[:PAGE])
+    assert fine == Result(PAGE, 0) and torch.equal(target.tensor[5 * PAGE : 6 * PAGE].cpu(), sent[:PAGE])
     assert crossing.error and crossing.moved_bytes <= 2 * PAGE
-    assert torch.equal(target.tensor[: crossing.moved_bytes], sent[: crossing.moved_bytes])
+    assert torch.equal(target.tensor[: crossing.moved_bytes].cpu(), sent[: crossing.moved_bytes])
     assert beyond.error and beyond.moved_bytes == 0
 
 
@@ -146,7 +150,7 @@ def check_many_submitters(bench: Bench) -> None:
             batch = [Transfer(0, (8 * number + step) * PAGE, PAGE, (7 - step) * PAGE) for step in range(8)]
             if write(bench, batch, source) != whole(batch) or read(bench, batch, target) != whole(batch):
                 wrong.append(f"submitter {number} turn {turn}: not whole")
-            if not torch.equal(target.tensor, sent):
+            if not torch.equal(target.tensor.cpu(), sent):
                 wrong.append(f"submitter {number} turn {turn}: other bytes")
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(8)]
@@ -192,7 +196,7 @@ def check_close_twice(bench: Bench) -> None:
         answer = Answer()
         call([Transfer(0, 0, PAGE, 0), Transfer(0, PAGE, PAGE, PAGE)], buffer, bench.stream, answer)
         assert answer.calls == [[Result(0, errno.ECANCELED)] * 2]
-    assert torch.equal(buffer.tensor, kept)
+    assert torch.equal(buffer.tensor.cpu(), kept)
 
 
 CHECKS = (

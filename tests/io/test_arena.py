@@ -6,13 +6,15 @@ import logging
 import pytest
 import torch
 
+from flatcake.clock import MonotonicClock
 from flatcake.errors import CapacityError
 from flatcake.io.arena import Arena, ArenaEngine
-from flatcake.io.device import CpuDevice, Device
-from flatcake.io.engine import Result, Transfer
+from flatcake.io.device import PIN_CHUNK_BYTES, CpuDevice, Device, cuda_is_available, open_device
+from flatcake.io.engine import Buffer, Result, Transfer
+from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
 from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, host_buffer, when
-from tests.io.contract import CHECKS, PAGE, Answer, Bench, fill, whole
+from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, fill, whole
 
 SIZE = 72 * PAGE
 BATCH = [Transfer(0, PAGE, 2 * PAGE, 0), Transfer(0, 8 * PAGE, PAGE, 2 * PAGE)]
@@ -103,3 +105,24 @@ def test_write_beyond_the_end_changes_nothing_there() -> None:
     assert answer.calls == [[Result(PAGE, errno.EIO)]]
     assert torch.equal(torch.from_numpy(arena.array)[SIZE - PAGE :], sent[:PAGE])
     assert not arena.array[: SIZE - PAGE].any()
+
+
+@pytest.mark.gpu
+def test_copies_cross_the_chunks_in_which_the_arena_is_pinned() -> None:
+    if not cuda_is_available():
+        pytest.skip("there is no CUDA device")
+    device = open_device("cuda", Files())
+    arena, stream = Arena(Files(), device, PIN_CHUNK_BYTES + 64 * PAGE), device.new_stream()
+    assert arena.pinned
+    pump = Pump(device, MonotonicClock())
+    engine = ArenaEngine(arena, device, lambda event, then: pump.post(lambda: pump.when(event, then)))
+    source, target = (Buffer.of(device.window(128 * PAGE)) for _ in range(2))
+    sent, wrote, came = fill(source, seed=3), Answer(), Answer()
+    batch = [Transfer(0, PIN_CHUNK_BYTES - 64 * PAGE, 128 * PAGE, 0)]
+    engine.write(batch, source, stream, wrote)
+    assert wrote.results() == whole(batch)
+    engine.read(batch, target, stream, came)
+    device.record(stream).wait()
+    assert came.results() == whole(batch) and torch.equal(target.tensor.cpu(), sent)
+    assert engine.close(CLOSE_NS) and pump.close(CLOSE_NS)
+    arena.close()

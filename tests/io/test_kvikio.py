@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatcake.errors import DeviceError
+from flatcake.io.device import cuda_is_available, load_kvikio, open_device
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.seam import Files
@@ -136,3 +138,23 @@ def test_file_that_cannot_be_opened_closes_the_others(paths: list[str]) -> None:
     with pytest.raises(FileNotFoundError):
         open_engine(kvikio, [paths[0], paths[1] + "-missing"])
     assert [file.closes for file in kvikio.files] == [1] and threading.active_count() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_real_kvikio_keeps_contract(check, paths: list[str]) -> None:
+    if not cuda_is_available():
+        pytest.skip("there is no CUDA device")
+    try:
+        kvikio = load_kvikio()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    device = open_device("cuda", Files())
+    engine = KvikioEngine(kvikio, paths, device, threads=4, task_bytes=16 * PAGE, direct=True)
+
+    def buffer(size_bytes: int) -> Buffer:
+        return Buffer.of(device.window(size_bytes))
+
+    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=buffer, stream=device.new_stream()))
+    engine.check()
+    assert engine.close(CLOSE_NS)

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatcake.clock import MonotonicClock
 from flatcake.errors import CapacityError
-from flatcake.io.engine import Result, Transfer
+from flatcake.io.device import cuda_is_available, open_device
+from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.memory import Fault, MemoryEngine
 from flatcake.io.posix import PosixEngine
+from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
 from flatcake.io.staged import StagedEngine, Twins
 from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, when
@@ -160,3 +163,34 @@ def test_buffer_larger_than_a_twin_is_a_mistake() -> None:
     at = Setup()
     with pytest.raises(AssertionError):
         at.engine.read(BATCH, gpu_buffer(9 * PAGE), at.stream, Answer())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_staged_posix_keeps_contract_on_a_gpu(check, tmp_path: Path) -> None:
+    if not cuda_is_available():
+        pytest.skip("there is no CUDA device")
+    files, device = FaultyFiles(), open_device("cuda", Files())
+    pump = Pump(device, MonotonicClock())
+    fds = [files.open_file(str(tmp_path / name), create=True, direct=False) for name in "abc"]
+    for fd in fds:
+        files.allocate(fd, FILE_BYTES)
+    inner, stream = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE), device.new_stream()
+    engine = StagedEngine(
+        inner, device, files, Twins(3, 64 * PAGE), lambda event, then: pump.post(lambda: pump.when(event, then))
+    )
+    assert engine.pinned
+    check(
+        Bench(
+            engine=engine,
+            file_count=3,
+            file_bytes=FILE_BYTES,
+            buffer=lambda size_bytes: Buffer.of(device.window(size_bytes)),
+            stream=stream,
+            settle=lambda: device.record(stream).wait(),
+        )
+    )
+    engine.check()
+    assert engine.close(CLOSE_NS) and pump.close(CLOSE_NS)
+    for fd in fds:
+        files.close(fd)
