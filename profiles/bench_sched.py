@@ -1,19 +1,22 @@
 """What a submit and a pop of the SSD-preparing queue cost, by number waiting and by shape of sizes and arrivals.
 
-    python profiles/bench_sched.py [--json] [--smoke] [--pops N]
+    python profiles/bench_sched.py [--json] [--smoke] [--record] [--pops N]
 
 A pop is the whole of what the scheduler does to start the next prefetch: event, choice by equation 1, booking.
 `--json` prints one line: `pop_us` and `submit_us` by number waiting (medians, random sizes), `worst_pop_us` by
-number waiting (the slowest shape), and `shapes_pop_us` (p20, p50, p80 of each).  No files are written.
+number waiting (the slowest shape), and `shapes_pop_us` (p20, p50, p80 of each).
 """
 
 import argparse
 import json
-import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
+
+from common import append_rows, device_name
 
 from flatcake.sched.actions import Request, StartPrefetch
 from flatcake.sched.mas import Scheduler
@@ -65,40 +68,51 @@ def measure(shape: str, count: int, pops: int, seed: int) -> tuple[float, list[f
     return submit_us, samples
 
 
-def main() -> None:
-    """Measure all shapes at all numbers waiting, and print a table or one line of JSON."""
-    parser = argparse.ArgumentParser(description="Cost of a submit and a pop of FC-MAS.")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("--smoke", action="store_true", help="a second or so: few waiting, few pops")
-    parser.add_argument("--pops", type=int, default=300, help="pops to time at each number waiting")
-    arguments = parser.parse_args()
-    numbers, pops = (WAITING[:2], 20) if arguments.smoke else (WAITING, arguments.pops)
-
-    submit_us, shapes = {}, {shape: {} for shape in SHAPES}
-    for count in numbers:
+def run(numbers: tuple[int, ...], pops: int) -> dict[str, Any]:
+    """Measure all shapes at all numbers waiting."""
+    keys = [str(count) for count in numbers]
+    submit_us: dict[str, float] = {}
+    shapes: dict[str, dict[str, dict[str, float]]] = {shape: {} for shape in SHAPES}
+    for count, key in zip(numbers, keys, strict=True):
         for shape in SHAPES:
             mean_us, samples = measure(shape, count, pops, seed=count)
-            p20, p50, p80 = statistics.quantiles(samples, n=10)[1::3]
-            shapes[shape][str(count)] = {"p20": round(p20, 2), "p50": round(p50, 2), "p80": round(p80, 2)}
+            p20, p50, p80 = (round(value, 2) for value in statistics.quantiles(samples, n=10)[1::3])
+            shapes[shape][key] = {"p20": p20, "p50": p50, "p80": p80}
             if shape == "random":
-                submit_us[str(count)] = round(mean_us, 2)
-    keys = [str(count) for count in numbers]
-    result = {
+                submit_us[key] = round(mean_us, 2)
+    return {
         "bench": "sched",
         "pop_us": {key: shapes["random"][key]["p50"] for key in keys},
         "submit_us": submit_us,
         "worst_pop_us": {key: max(shapes[shape][key]["p50"] for shape in SHAPES) for key in keys},
         "shapes_pop_us": shapes,
         "pops": pops,
-        "device": platform.machine(),
+        "device": device_name(),
     }
+
+
+def main() -> None:
+    """Measure, and print a table or one line of JSON."""
+    parser = argparse.ArgumentParser(description="Cost of a submit and a pop of FC-MAS.")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--smoke", action="store_true", help="a second or so: few waiting, few pops")
+    parser.add_argument("--record", action="store_true", help="append rows to profiles/results")
+    parser.add_argument("--pops", type=int, default=300, help="pops to time at each number waiting")
+    arguments = parser.parse_args()
+    numbers, pops = (WAITING[:2], 20) if arguments.smoke else (WAITING, arguments.pops)
+    result = run(numbers, pops)
+    shapes = result["shapes_pop_us"]
+    if arguments.record:
+        cases = {f"{shape} {key}": spread for shape in SHAPES for key, spread in shapes[shape].items()}
+        cases |= {f"submit {key}": {"mean": value} for key, value in result["submit_us"].items()}
+        append_rows("sched", " ".join(["python", *sys.argv]), result["device"], cases)
     if arguments.json:
         print(json.dumps(result))
         return
-    print("microseconds, median".ljust(22) + "".join(f"{key:>10}" for key in keys))
-    print("submit".ljust(22) + "".join(f"{submit_us[key]:>10.1f}" for key in keys))
+    print("microseconds, median".ljust(22) + "".join(f"{count:>10,}" for count in numbers))
+    print("submit (mean)".ljust(22) + "".join(f"{value:>10.1f}" for value in result["submit_us"].values()))
     for shape in SHAPES:
-        print(f"pop, {shape}".ljust(22) + "".join(f"{shapes[shape][key]['p50']:>10.1f}" for key in keys))
+        print(f"pop, {shape}".ljust(22) + "".join(f"{spread['p50']:>10.1f}" for spread in shapes[shape].values()))
 
 
 if __name__ == "__main__":
