@@ -81,7 +81,7 @@ class LayoutConfig:
     """`lanes`: one range a layer and extent; `segments`: the paper's layer-major segment a turn."""
     lane_bytes_max: int = 8 * MiB
     """Lanes of a growing scope's extents get longer up to this; larger reads gain nothing."""
-    growth_percent: int = 25
+    growth_percent: int = 50
     """The next extent of a scope has room for this share of the blocks that the scope has already."""
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class IOConfig:
     """Restores under way at once; more wait."""
     saves_max: int = 64
     """Saves under way at once; more are refused."""
-    io_threads: int = 4
+    io_threads: int = 8
     """Threads of the posix engine."""
     task_bytes: int = 4 * MiB
     """Bytes that one posix thread takes at a time."""

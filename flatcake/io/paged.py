@@ -17,6 +17,8 @@ from flatcake.io.seam import view_memory
 from flatcake.messages import Int64Array
 
 BASE, PAGE_STRIDE, ROWS, ROW_STRIDE, ROW_BYTES = range(5)
+WORD_BYTES = 4
+"""The least that a copy moves at once."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,6 +58,11 @@ class PagedTensor:
         interleaved = rows > 1 and page_stride * (count // self.slot_tokens) <= row_stride
         if count > self.slot_tokens and page_stride < span and not interleaved:
             raise ShapeError(f"tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its pages overlap")
+        if any(value % WORD_BYTES for value in (tensor.data_ptr(), page_stride, row_stride, row_bytes)):
+            raise ShapeError(
+                f"tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()} and {width} bytes an element: "
+                f"expected rows of contiguous bytes that start and end at multiples of {WORD_BYTES} bytes"
+            )
         return tensor.data_ptr(), page_stride, rows, row_stride, row_bytes, count // self.slot_tokens
 
     def describe(self) -> str:

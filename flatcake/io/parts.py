@@ -94,7 +94,7 @@ class Parts:
 
         def finish(results: list[Result]) -> None:
             whole = not results[0].error and results[0].moved_bytes == record.raw.nbytes
-            then(record if whole and self.book.accept(record) else None)
+            then(self.book.accept(record) if whole else None)
 
         engine = self.media[Medium(ref.medium)].host_engine
         buffer = Buffer.of(torch.from_numpy(record.raw))

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from flatcake.clock import Clock
 from flatcake.io.device import Device, Event
@@ -32,6 +33,8 @@ class Pump:
         self._timers: list[tuple[int, int, Handler]] = []
         self._numbers = itertools.count()
         self._watched: list[tuple[Event, Handler]] = []
+        self.on_failure: Handler = _nothing
+        """Called on the pump's thread when a handler has raised; set it before the first `post`."""
         self._thread = threading.Thread(target=self._run, name="flatcake-pump", daemon=True)
         self._thread.start()
 
@@ -89,16 +92,15 @@ class Pump:
             return
         watched, self._watched = self._watched, []
         for event, handler in watched:
-            if event.done():
-                self._call(handler)
-            else:
-                self._watched.append((event, handler))
+            self._call(partial(self.when, event, handler))
 
     def _call(self, handler: Handler) -> None:
         try:
             handler()
         except Exception:
             log.exception("a handler of the data plane failed")
+            if handler is not self.on_failure:
+                self._call(self.on_failure)
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from flatcake.io.tilebatch import TileMover, bad_pieces
 from flatcake.io.tilecopy import TileCopy
 from flatcake.io.verdict import expected_sums, failed_blocks
 from flatcake.kernels.checksum import Sums
-from flatcake.messages import BASE, Completion, Int64Array, block_column
+from flatcake.messages import BASE, MEDIUM, Completion, Int64Array, block_column
 from flatcake.trace import span
 
 
@@ -36,7 +36,8 @@ class Reading:
         self._records: dict[ExtentRef, Record] = {}
         self._expected: Sums | None = None
         self._unjudged: list[tuple[int, list[int]]] = []
-        self._is_over = False
+        self._has_started = False
+        self.is_over = False
         layers = np.arange(parts.lanes.layer_count)[:, None]
         inside = (self._tiles.tile_first_layer <= layers) & (layers <= self._tiles.tile_last_layer)
         self._unread: Int64Array = inside.sum(axis=1)
@@ -46,15 +47,15 @@ class Reading:
         self._copy: TileCopy
         self._mover: TileMover
 
-    def start(self, pages: Int64Array, after: Event, deadline_ns: int) -> None:
+    def start(self, pages: Int64Array, after: Event) -> None:
         """Begin; `after` is waited for on the device before the first scatter."""
         parts = self._parts
+        self._has_started = True
         parts.restores_active += 1
         self._stream = parts.take_stream()
         self._mover = TileMover(parts, self._tiles, self._stream, write=False)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(self._tiles, self._pieces, pages, self._stream, sums=parts.verify)
-        parts.pump.at(deadline_ns, lambda: self.drop("deadline"))
         for ref in extents_of(self._plan.runs):
             if parts.book.is_stale(ref):
                 self._fail_extent(ref, "stale plan")
@@ -65,7 +66,7 @@ class Reading:
         self._advance()
 
     def drop(self, reason: str) -> None:
-        """Give the pages back; what is in flight ends in its slot."""
+        """Give the pages back; what is in flight ends in its slot.  It need not have started."""
         self._restore.cancel(reason)
         self.end_if_idle()
 
@@ -74,27 +75,36 @@ class Reading:
         dropped = bool(self._restore.dropped)
         unstarted = not dropped and self._next_tile < self._tiles.tiles
         unjudged = self._waits_for_records or (self._unjudged and not dropped)
-        if self._is_over or self._in_flight or unstarted or unjudged:
+        if self.is_over or self._in_flight or unstarted or unjudged:
             return
-        self._is_over = True
-        self._parts.restores_active -= 1
+        self.is_over = True
         for record in self._records.values():
             self._parts.book.let_go(record)
-        self._parts.streams.append(self._stream)
-        if dropped:
-            self._parts.counts[f"restores dropped: {self._restore.dropped}"] += 1
-        elif self._restore.first_bad is not None:
-            self._parts.counts[f"restores failed: {self._restore.reason}"] += 1
-        self._restore.end()
-        self._report(
-            Completion(
-                plan_id=self._plan.plan_id,
-                rank=self._parts.rank,
-                epoch=self._parts.epoch,
-                first_bad_block=self._restore.first_bad,
-                reason=self._restore.reason,
+        if self._has_started:
+            self._parts.restores_active -= 1
+            self._parts.streams.append(self._stream)
+        self._count(self._restore.settle())
+        try:
+            self._report(
+                Completion(
+                    plan_id=self._plan.plan_id,
+                    rank=self._parts.rank,
+                    epoch=self._parts.epoch,
+                    first_bad_block=self._restore.first_bad,
+                    reason=self._restore.reason,
+                )
             )
-        )
+        finally:
+            self._restore.end()
+
+    def _count(self, good_blocks: int) -> None:
+        counts, media = self._parts.counts, block_column(self._plan, MEDIUM)[:good_blocks]
+        for medium in self._parts.media:
+            counts[f"blocks_delivered_{medium.name.lower()}"] += int((media == int(medium)).sum())
+        if self._restore.dropped:
+            counts[f"restores dropped: {self._restore.dropped}"] += 1
+        elif self._restore.first_bad is not None:
+            counts[f"restores failed: {self._restore.reason}"] += 1
 
     # -- tiles ------------------------------------------------------------------------------------------
 
@@ -205,6 +215,7 @@ class Reading:
                 self._restore.note_verified(layer)
 
     def _fail_extent(self, ref: ExtentRef, reason: str) -> None:
-        blocks = np.flatnonzero(block_column(self._plan, BASE) == ref.base_bytes)
+        places = block_column(self._plan, MEDIUM), block_column(self._plan, BASE)
+        blocks = np.flatnonzero((places[0] == ref.medium) & (places[1] == ref.base_bytes))
         if len(blocks):
             self._restore.note_bad(int(blocks[0]), reason)

@@ -20,25 +20,41 @@ from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, GENERATION,
 class Recording:
     """Writes the records of one save."""
 
-    def __init__(self, parts: Parts, plan: Plan, sums: npt.NDArray[np.uint64], then: Callable[[str], None]) -> None:
-        self._parts, self._plan, self._sums, self._then = parts, plan, sums, then
+    def __init__(self, parts: Parts, plan: Plan, then: Callable[[str], None]) -> None:
+        self._parts, self._plan, self._then = parts, plan, then
+        self._sums: npt.NDArray[np.uint64]
+        self._held: list[Record] = []
         self._waiting = 0
         self._error = ""
 
-    def start(self) -> None:
-        """Begin; `then` is called once with a reason, empty when all records are written."""
+    def prepare(self) -> None:
+        """Note the extents, and begin the records of new ones, for later turns may be written before this one."""
+        book = self._parts.book
+        for ref in extents_of(self._plan.runs):
+            book.note_generation(ref)
+            if self._rows(ref)[:, FIRST_SLOT].min() == 0:
+                self._held.append(book.hold(book.find(ref) or book.blank(ref)))
+
+    def start(self, sums: npt.NDArray[np.uint64]) -> None:
+        """Write `sums`, uint64 [blocks of the request, layers]; `then` is called once with a reason, empty if all went
+        well."""
+        self._sums = sums
         refs = extents_of(self._plan.runs)
         self._waiting = len(refs)
         for ref in refs:
             self._parts.record_turns.enter(ref, lambda ref=ref: self._fetch(ref))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Let go of the records that `prepare` began."""
+        held, self._held = self._held, []
+        for record in held:
+            self._parts.book.let_go(record)
 
     def _fetch(self, ref: ExtentRef) -> None:
         book = self._parts.book
         record = book.find(ref)
         if record is not None:
             self._write(ref, record)
-        elif self._rows(ref)[:, FIRST_SLOT].min() == 0:
-            self._write(ref, book.blank(ref))
         else:
             self._parts.load_record(ref, lambda found: self._write(ref, found))
 

@@ -79,12 +79,18 @@ class RecordBook:
         """A record to read into; it counts only after `accept`."""
         return self._new(ref)
 
-    def accept(self, record: Record) -> bool:
-        """Check the header of a record that has been read, and keep it; False when it is not that extent's."""
+    def accept(self, record: Record) -> Record | None:
+        """Check the header of a record that has been read, and keep it; None when it is not that extent's.
+
+        Returns:
+            The record to use: one that came into memory meanwhile may hold newer sums, and stays.
+        """
         if _HEADER.unpack_from(record.raw.data) != self._header(record.ref):
-            return False
-        self._keep(record)
-        return True
+            return None
+        found = self.find(record.ref)
+        if found is None:
+            self._keep(record)
+        return found or record
 
     def find(self, ref: ExtentRef) -> Record | None:
         """The record of that generation of an extent, if it is in memory."""

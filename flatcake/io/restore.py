@@ -53,6 +53,7 @@ class Restore:
         self.dropped = ""
         """Why the caller has its pages back early; empty while the restore owns them."""
         self._first_layer_ns: int | None = None
+        self._settled = False
         self._ended = False
         self._ended_ns = self._started_ns
 
@@ -77,8 +78,10 @@ class Restore:
         with self.guard:
             self.guard.wait_for(lambda: self._is_over() or self._is_ready(layer, verified))
             event = self.layer_event[layer]
-            if event is None or self.dropped or self.first_bad is not None:
+            if self.dropped or self.first_bad is not None:
                 return False
+            if event is None:  # Nothing had to be moved.
+                return True
         self._device.wait(self._device.stream_of(stream), event)
         return True
 
@@ -89,8 +92,7 @@ class Restore:
         """
         with self.guard:
             self.guard.wait_for(self.done)
-            good = self._blocks if self.first_bad is None else self.first_bad
-            blocks = 0 if self.dropped else good
+            blocks = self._good_blocks()
             return RestoreResult(
                 blocks=blocks,
                 tokens=blocks * self._block_tokens,
@@ -114,7 +116,7 @@ class Restore:
             end in their slots.  A restore that is over is left as it is.
         """
         with self.guard:
-            if not self.done():
+            if not self.done() and not self._settled:
                 self.dropped = reason
                 self._ended_ns = self._clock.now_ns()
                 self.guard.notify_all()
@@ -140,13 +142,23 @@ class Restore:
             self.layer_verified[layer] = True
             self.guard.notify_all()
 
+    def settle(self) -> int:
+        """Fix how the restore ended, before that is reported; returns the blocks that it delivered."""
+        with self.guard:
+            self._settled = True
+            return self._good_blocks()
+
     def end(self) -> None:
-        """Nothing is in flight any more, and all verdicts are in."""
+        """Nothing is in flight any more, all verdicts are in, and the catalog knows."""
         with self.guard:
             if not self.done():
                 self._ended_ns = self._clock.now_ns()
             self._ended = True
             self.guard.notify_all()
+
+    def _good_blocks(self) -> int:
+        good = self._blocks if self.first_bad is None else self.first_bad
+        return 0 if self.dropped else good
 
     def _is_ready(self, layer: int, verified: bool) -> bool:
         return self.layer_event[layer] is not None and (not verified or self.layer_verified[layer])

@@ -36,6 +36,11 @@ def size_window(settings: IOConfig, lanes: LaneTable, *, is_host: bool) -> Windo
     preferred = HOST_SLOT_BYTES if is_host else GPU_SLOT_BYTES
     share = settings.window_bytes_max // fewest // DIRECT_BYTES * DIRECT_BYTES
     slot_bytes = settings.slot_bytes or max(align_up(piece_bytes, DIRECT_BYTES), min(preferred, share))
+    if settings.read_bytes_max < piece_bytes:
+        raise ConfigError(
+            f"a piece has {piece_bytes} bytes, read_bytes_max={settings.read_bytes_max}: expected room for one piece; "
+            "raise read_bytes_max, or use a smaller block_tokens"
+        )
     if slot_bytes < piece_bytes or fewest * slot_bytes > settings.window_bytes_max:
         raise ConfigError(
             f"a piece has {piece_bytes} bytes, the window at most {settings.window_bytes_max} in {fewest} slots: "

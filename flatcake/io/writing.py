@@ -30,40 +30,52 @@ class Writing:
         self._parts, self._save, self._work, self._report = parts, save, work, report
         self._next_tile = 0
         self._in_flight = 0
-        self._gathers = 0
         self._waits_for_slot = False
-        self._recorded = False
+        self._last_gather: Event = DoneEvent()
+        self._recording = Recording(parts, work.plan, self._on_recorded)
+        self._is_recording = False
         self._is_over = False
         self._bad_block: int | None = None
         self._reason = ""
         self._sums = np.zeros((len(work.plan.keys), parts.lanes.layer_count), np.uint64)
+        self._has_started = False
         self._stream: Stream = None
         self._copy: TileCopy
         self._mover: TileMover
 
-    def start(self, pages: Int64Array, after: Event, deadline_ns: int) -> None:
-        """Begin; `after` is waited for on the device before the first gather."""
+    def start(self, pages: Int64Array, after: Event) -> None:
+        """Begin, unless it is over; `after` is waited for on the device before the first gather."""
+        if self._is_over:
+            return
         parts, work = self._parts, self._work
+        self._has_started = True
         self._stream = parts.take_stream()
         self._mover = TileMover(parts, work.tiles, self._stream, write=True)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
-        parts.pump.at(deadline_ns, self._on_deadline)
-        for ref in extents_of(work.plan.runs):
-            if parts.book.is_stale(ref):
-                self._fail(0, "stale plan")
-            parts.book.note_generation(ref)
+        refs = extents_of(work.plan.runs)
+        if any(parts.book.is_stale(ref) for ref in refs):
+            self._fail(0, "stale plan")
+        else:
+            self._recording.prepare()
         self._advance()
 
-    def _on_deadline(self) -> None:
+    def give_up(self, reason: str) -> None:
+        """Begin no further tile, and let the caller go; the report follows.  It need not have started."""
         if not self._is_over:
-            self._fail(0, "deadline")
-            self._save.end(0, "deadline")
+            self._fail(0, reason)
+            self._save.end(0, reason)
             self._advance()
+
+    def abandon(self, reason: str) -> None:
+        """Let the caller go when there is no pump any more that could report."""
+        self._save.note_reusable(self._last_gather)
+        self._save.end(0, reason)
 
     def _fail(self, block: int, reason: str) -> None:
         if self._bad_block is None or block < self._bad_block:
             self._bad_block, self._reason = block, reason
+        self._save.note_reusable(self._last_gather)
 
     # -- tiles ------------------------------------------------------------------------------------------
 
@@ -78,13 +90,13 @@ class Writing:
                     self._parts.save_window.wait(self._on_slot)
                 break
             self._gather(slot)
-        if self._in_flight:
+        if self._in_flight or self._is_recording:
             return
         if self._bad_block is not None:
             self._end()
-        elif self._next_tile == self._work.tiles.tiles and not self._recorded:
-            self._recorded = True
-            Recording(self._parts, self._work.plan, self._sums, self._on_recorded).start()
+        elif self._next_tile == self._work.tiles.tiles:
+            self._is_recording = True
+            self._recording.start(self._sums)
 
     def _on_slot(self) -> None:
         self._waits_for_slot = False
@@ -96,7 +108,7 @@ class Writing:
         self._in_flight += 1
         with span("save.gather", size_bytes=len(slot.tensor)):
             self._copy.gather(tile, slot)
-        event = self._parts.device.record(self._stream)
+        event = self._last_gather = self._parts.device.record(self._stream)
         if self._next_tile == self._work.tiles.tiles:
             self._save.note_reusable(event)
         self._parts.pump.when(event, lambda: self._on_gathered(tile, slot))
@@ -129,8 +141,10 @@ class Writing:
         if self._is_over:
             return
         self._is_over = True
-        self._save.note_reusable(DoneEvent())
-        self._parts.streams.append(self._stream)
+        self._recording.close()
+        self._save.note_reusable(self._last_gather)
+        if self._has_started:
+            self._parts.streams.append(self._stream)
         if self._reason:
             self._parts.counts[f"saves failed: {self._reason}"] += 1
         self._report(

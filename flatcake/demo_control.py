@@ -1,0 +1,105 @@
+"""The demo's control: stored bytes are flipped, once on each medium, to prove that the comparison can fail.
+
+With verification off the wrong bytes reach the model, and its logits must differ from a recompute.  With
+verification on the store itself must see them, deliver less, and say why; then the logits agree again.
+"""
+
+import queue
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flatcake.demo_report import ControlRow, TurnRow
+from flatcake.demo_serve import Server
+from flatcake.demo_sessions import AGENT, CHAT, Session
+from flatcake.gva import Medium, decode
+from flatcake.io.engine import Buffer, Result
+from flatcake.store import Store
+
+TURNS_BEFORE = 2
+"""Turns of each session before its bytes are flipped: from its second on a chat is in DRAM."""
+TURNS = TURNS_BEFORE + 1
+FLIP = 0xFF
+WAIT_S = 10.0
+
+
+class Flipped(NamedTuple):
+    """A turn that was served from flipped bytes."""
+
+    row: TurnRow
+    good_tokens: int
+    """Tokens before the flipped block."""
+    was_ok: bool
+    """Whether all turns before were right, so that the flip alone can be to blame."""
+
+
+def flip_and_serve(server: Server, directory: str) -> Iterator[tuple[Medium, Flipped]]:
+    """Serve an agent and a chat, flip a block of each, and serve them once more.
+
+    Args:
+        server: Fresh, over a script that has both kinds.
+        directory: Where its pool is.
+    """
+    sessions = {Medium.DRAM: _first(server, CHAT.name), Medium.SSD: _first(server, AGENT.name)}
+    before = [server.serve(session) for _ in range(TURNS_BEFORE) for session in reversed(sessions.values())]
+    was_ok = all(row.ok for row in before)
+    for medium, session in sessions.items():
+        block, offset_bytes = _last_block(server.store, session, medium)
+        size_bytes = server.store.geometry.piece_bytes(0)
+        if medium is Medium.SSD:
+            _flip_file(server.store, directory, offset_bytes, size_bytes)
+        else:
+            _flip_memory(server.store, medium, offset_bytes, size_bytes)
+        yield medium, Flipped(server.serve(session), block * server.store.geometry.block_tokens, was_ok)
+
+
+def judge(medium: Medium, unverified: Flipped, verified: Flipped) -> ControlRow:
+    """What the two runs say of one medium."""
+    wrong, right = unverified.row, verified.row
+    delivered = unverified.was_ok and wrong.restored_tokens == wrong.expected_tokens
+    refused = verified.was_ok and right.restored_tokens == verified.good_tokens and bool(right.reason) and right.comparison.ok
+    return ControlRow(
+        medium=medium.name.lower(),
+        caught=delivered and not wrong.comparison.ok,
+        refused=refused,
+        caught_diff=wrong.comparison.logit_diff,
+    )
+
+
+def _first(server: Server, kind: str) -> Session:
+    return next(session for session in server.script.sessions if session.kind.name == kind)
+
+
+def _last_block(store: Store, session: Session, medium: Medium) -> tuple[int, int]:
+    """The session's last stored block on a medium, and where its piece of layer 0 lies there."""
+    places = [decode(int(gva)) for gva in store.match(session.stored).hit.gvas]
+    block = max(at for at, place in enumerate(places) if place.medium is medium)
+    return block, places[block].offset_bytes
+
+
+def _flip_file(store: Store, directory: str, offset_bytes: int, size_bytes: int) -> None:
+    """Flip bytes of the SSD pool behind the store's back, in the file on disk."""
+    number, at = store.plane.parts.media[Medium.SSD].locate(offset_bytes)
+    with open(f"{directory}/pool-{number:04d}.fc", "r+b") as file:
+        file.seek(at)
+        data = np.frombuffer(file.read(size_bytes), np.uint8)
+        assert len(data) == size_bytes, (len(data), size_bytes)
+        file.seek(at)
+        file.write((data ^ FLIP).tobytes())
+
+
+def _flip_memory(store: Store, medium: Medium, offset_bytes: int, size_bytes: int) -> None:
+    """Flip bytes of a medium that is no file, through its engine."""
+    parts = store.plane.parts
+    engine, stream = parts.media[medium].host_engine, parts.device.stream_of(None)
+    buffer = Buffer.of(torch.zeros(size_bytes, dtype=torch.uint8))
+    batch = [parts.transfer(medium, offset_bytes, size_bytes, 0)]
+    answers: queue.SimpleQueue[list[Result]] = queue.SimpleQueue()
+    engine.read(batch, buffer, stream, answers.put)
+    assert answers.get(timeout=WAIT_S)[0].moved_bytes == size_bytes
+    parts.device.record(stream).wait()
+    buffer.tensor.bitwise_xor_(FLIP)
+    engine.write(batch, buffer, stream, answers.put)
+    assert answers.get(timeout=WAIT_S)[0].moved_bytes == size_bytes
