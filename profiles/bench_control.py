@@ -1,4 +1,4 @@
-"""Time the control plane: looking up the keys of one long prefix among all that an index holds.
+"""Time the control plane: one long prefix looked up among all that an index holds, and its restore planned.
 
 No GPU, no I/O.  Each section is a function from `Sizes` to a dict of figures; `main` merges and prints them.
 """
@@ -15,10 +15,16 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from flatcake.extents import ExtentTable, FreeRanges
+from flatcake.geometry import Component, Geometry
 from flatcake.gva import Medium, encode_array
 from flatcake.index import MISS, Index
+from flatcake.io.plan import PlanLimits, TilePlan, make_tiles
 from flatcake.keys import Identity, chain
-from flatcake.units import KiB
+from flatcake.layout import Growth, LaneTable
+from flatcake.prefix import prefix_of
+from flatcake.space import Space, Watermarks
+from flatcake.units import GiB, KiB, MiB
 
 T = TypeVar("T")
 Figures = dict[str, float]
@@ -78,7 +84,29 @@ def measure_index(sizes: Sizes) -> Figures:
     }
 
 
-SECTIONS: tuple[Section, ...] = (measure_keys, measure_index)
+def measure_plan(sizes: Sizes) -> Figures:
+    """Plan the restore of one request: addresses to runs, runs to reads and tiles.
+
+    `plan_ms` has the blocks in extents of 190, as a session has that grew over many turns; `plan_scattered_ms`
+    has every block in an extent of its own, which is the worst that can happen.
+    """
+    geometry = Geometry(block_tokens=64, page_tokens=64, layers=((Component("latent", 64 * 656),),) * 43)
+    lanes = LaneTable.of(geometry)
+    limits = PlanLimits(
+        gap_bytes_limit=64 * KiB, read_bytes_max=8 * MiB, slot_bytes=16 * MiB, file_bytes=GiB, first_tile_bytes=4 * MiB
+    )
+    figures: Figures = {}
+    for name, room in (("plan", 190), ("plan_scattered", 1)):
+        space, gvas = _stored(sizes.blocks, room, lanes)
+        plans = partial(_plan_restore, space, lanes, limits)
+        tiles = plans(gvas)
+        assert tiles.read_bytes == sizes.blocks * lanes.block_bytes
+        figures[f"{name}_ms"] = _median_us(plans, [gvas] * sizes.repeats) / 1e3
+        figures[f"{name}_reads"] = len(tiles.reads)
+    return figures
+
+
+SECTIONS: tuple[Section, ...] = (measure_keys, measure_plan, measure_index)
 
 
 def main() -> None:
@@ -105,6 +133,22 @@ def main() -> None:
 
 def _addresses(count: int) -> npt.NDArray[np.uint64]:
     return encode_array(Medium.SSD, 0, np.arange(count) * (4 * KiB))
+
+
+def _stored(blocks: int, room: int, lanes: LaneTable) -> tuple[Space, npt.NDArray[np.uint64]]:
+    """A space in which `blocks` blocks of one session lie in extents of `room`, and their addresses in order."""
+    file_bytes = GiB // lanes.extent_bytes(room) * lanes.extent_bytes(room)
+    files = blocks * lanes.extent_bytes(room) // file_bytes + 2
+    tables = {Medium.SSD: ExtentTable(Medium.SSD, FreeRanges(size_bytes=files * GiB, file_bytes=GiB), lanes)}
+    growth = Growth(layout="segments", percent=0, room_max=room)
+    space = Space(tables, Index(blocks), growth, Watermarks(high=1.0, low=0.9, dram_idle_ns_max=0))
+    slots = space.reserve(space.scopes.create("bench", Medium.SSD, 0), blocks, 0)
+    assert slots is not None
+    return space, np.concatenate([space.gvas(part) for part in slots])
+
+
+def _plan_restore(space: Space, lanes: LaneTable, limits: PlanLimits, gvas: npt.NDArray[np.uint64]) -> TilePlan:
+    return make_tiles(prefix_of(gvas, np.arange(len(gvas)), space).runs, lanes, limits)
 
 
 def _once_us(call: Callable[[], object]) -> float:
