@@ -35,19 +35,17 @@ class LaneTable:
     """int64 [layers]: padded bytes of one piece."""
     prefix_bytes: Int64Array
     """int64 [layers]: bytes of one block in the layers before this one."""
+    block_bytes: int
+    """Bytes of one block over all layers."""
 
     @classmethod
     def of(cls, geometry: Geometry) -> "LaneTable":
         sizes = np.array([geometry.piece_bytes(layer) for layer in range(geometry.layer_count)], np.int64)
-        return cls(sizes, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)[:-1]]))
+        return cls(sizes, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)[:-1]]), int(sizes.sum()))
 
     @property
     def layer_count(self) -> int:
         return len(self.piece_bytes)
-
-    @property
-    def block_bytes(self) -> int:
-        return int(self.piece_bytes.sum())
 
     def record_bytes(self, room_blocks: int) -> int:
         """Bytes of the record lane of an extent with room for `room_blocks`."""
