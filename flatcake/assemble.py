@@ -127,7 +127,7 @@ def open_dataplane(
             kv,
             geometry=geometry,
             restores_max=config.io.restores_max,
-            close_parts=_closer(undo.pop_all(), media),
+            close_parts=_closer(undo.pop_all(), media, clock),
             io_reason=io_reason,
         )
 
@@ -222,12 +222,15 @@ def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device
     return GpuCopier(geometry, kv, device, programs_max=max(1, programs))
 
 
-def _closer(closing: ExitStack, media: dict[Medium, MediumIO]) -> Callable[[int], bool]:
+def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> Callable[[int], bool]:
     def close(wait_ns: int) -> bool:
+        end_ns = clock.now_ns() + wait_ns
         engines = {id(engine): engine for io in media.values() for engine in (io.engine, io.host_engine)}
-        ended = [engine.close(wait_ns) for engine in engines.values()]  # every one of them, whatever the first says
-        closing.close()
-        return all(ended)
+        # Every one of them, whatever the first says.
+        is_idle = all([engine.close(max(0, end_ns - clock.now_ns())) for engine in engines.values()])
+        if is_idle:  # Else files and memory stay: a late transfer would hit whatever takes their place.
+            closing.close()
+        return is_idle
 
     return close
 

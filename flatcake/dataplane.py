@@ -4,8 +4,11 @@ One process may hold a catalog and a data plane (`store`), or a rank's worker ho
 catalog elsewhere sends it plans.
 """
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -20,9 +23,9 @@ from flatcake.io.reading import Reading
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
 from flatcake.io.writing import Writing
-from flatcake.messages import Completion, Int64Array, Plan, Runs
+from flatcake.messages import Completion, Plan, Runs
 
-Report = Callable[[Completion], None]
+Report = Callable[[Completion], object]
 
 
 class DataPlane:
@@ -33,7 +36,7 @@ class DataPlane:
         kv: The engine's paged tensors.
         geometry: Of `kv`, for the store's block size.
         restores_max: Restores under way at once; more wait for their turn.
-        close_parts: Closes engines, files and memory; called once, with the nanoseconds that it may take.
+        close_parts: Closes engines, files and memory within so many nanoseconds; True when all are closed.
         io_reason: Why the SSD's engine was chosen.
     """
 
@@ -53,11 +56,15 @@ class DataPlane:
         self._geometry = geometry
         self._restores_max = restores_max
         self._close_parts = close_parts
+        self._lock = threading.Lock()
         self._is_closed = False
+        self._restores: dict[Reading, Restore] = {}
+        """Under the lock, as the next one: all that have not been reported, those that wait for their turn too."""
+        self._saves: set[Writing] = set()
         # Of the pump's thread:
         self._active: set[Reading] = set()
-        self._queued: deque[Callable[[], None]] = deque()
-        self._writing: set[Writing] = set()
+        self._queued: deque[tuple[Reading, Callable[[], None]]] = deque()
+        parts.pump.on_failure = self._on_failure
 
     def restore(self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report) -> Restore:
         """Start a restore; returns at once.
@@ -85,7 +92,11 @@ class DataPlane:
             layers=self.parts.lanes.layer_count,
         )
         reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report))
-        self.parts.pump.post(lambda: self._begin_restore(reading, lambda: reading.start(table, after, deadline_ns)))
+        with self._lock:
+            self._require_open()
+            self._restores[reading] = restore
+        self._at(deadline_ns, weakref.WeakMethod(reading.drop))
+        self.parts.pump.post(lambda: self._queue(reading, lambda: reading.start(table, after)))
         return restore
 
     def save(self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report) -> Save:
@@ -94,8 +105,8 @@ class DataPlane:
         Args:
             plan: From a catalog.
             pages: 1-D page table of the request from its first block on.
-            stream: The producer: its queued work is waited for before the pages are read.
-            deadline_ns: Time of the clock after which no further write is begun.
+            stream: The producer: what is queued there at the start is waited for before the pages are read.
+            deadline_ns: Time of the clock after which no further write is begun; the start included.
             report: As for `restore`.
 
         Raises:
@@ -105,13 +116,18 @@ class DataPlane:
         self._require_open()
         table = self.kv.page_table(pages, len(plan.keys), self._geometry.pages_per_block, holes=False)
         work = self._expand(plan, self._write_limits())
+        producer = self.parts.device.stream_of(stream)
 
         def begin() -> None:
-            after = self._mark(stream)
-            self.parts.pump.post(lambda: self._begin_save(writing, table, after, deadline_ns))
+            after = self.parts.device.record(producer)
+            self.parts.pump.post(lambda: writing.start(table, after))
 
         save = Save(len(plan.keys), begin)
         writing = Writing(self.parts, save, work, lambda done: self._end_save(writing, done, report))
+        with self._lock:
+            self._require_open()
+            self._saves.add(writing)
+        self._at(deadline_ns, weakref.WeakMethod(writing.give_up))
         return save
 
     def check_pages(self, pages: object, blocks: int) -> None:
@@ -122,66 +138,83 @@ class DataPlane:
         """
         self.kv.page_table(pages, blocks, self._geometry.pages_per_block, holes=False)
 
-    def miss(self, reason: str) -> Restore:
-        """A restore that is over before it began and delivers nothing."""
+    def nothing(self, reason: str, blocks: int = 0) -> Restore:
+        """A restore that is over before it began: a miss with a reason, or `blocks` that are in the pages already."""
         empty = make_tiles(Runs.none(), self.parts.lanes, self.parts.limits)
         layers = self.parts.lanes.layer_count
         restore = Restore(
             self.parts.device,
             self.parts.clock,
             empty,
-            blocks=0,
+            blocks=blocks,
             block_tokens=self._geometry.block_tokens,
             layers=layers,
         )
-        restore.cancel(reason)
+        if reason:
+            restore.cancel(reason)
         restore.end()
         return restore
 
     def cancel_all(self, reason: str) -> None:
-        """Give all pages back; restores in flight end as misses with `reason`."""
-
-        def drop_all() -> None:
-            for reading in list(self._active):
-                reading.drop(reason)
-
-        self.parts.pump.post(drop_all)
+        """Give all pages back; restores under way end as misses with `reason`."""
+        with self._lock:
+            readings = list(self._restores)
+        for reading in readings:
+            self.parts.pump.post(partial(reading.drop, reason))
 
     def close(self, wait_ns: int) -> bool:
         """Refuse new work, drop restores, wait for what is in flight; True when nothing was left.
 
-        A second call does nothing.  I/O that is stuck in the kernel is left behind when the time is up.
+        Every handle is over when this returns.  I/O that is stuck in the kernel is left behind when the time is
+        up, with the files that it uses; another call waits again.
         """
-        if self._is_closed:
-            return True
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         end_ns = self.parts.clock.now_ns() + wait_ns
         self.cancel_all("closed")
         is_clean = self._close_parts(wait_ns)
-        return self.parts.pump.close(max(0, end_ns - self.parts.clock.now_ns())) and is_clean
+        is_clean = self.parts.pump.close(max(0, end_ns - self.parts.clock.now_ns())) and is_clean
+        with self._lock:
+            restores, saves = [*self._restores.values()], [*self._saves]
+            self._restores, self._saves = {}, set()
+        for restore in restores:
+            restore.cancel("closed")
+        for writing in saves:
+            writing.abandon("closed")
+        return is_clean
 
     # -- the pump's -------------------------------------------------------------------------------------
 
-    def _begin_restore(self, reading: Reading, start: Callable[[], None]) -> None:
-        if len(self._active) >= self._restores_max:
-            self._queued.append(lambda: self._begin_restore(reading, start))
-            return
-        self._active.add(reading)
-        start()
+    def _queue(self, reading: Reading, start: Callable[[], None]) -> None:
+        self._queued.append((reading, start))
+        self._start_queued()
+
+    def _start_queued(self) -> None:
+        while self._queued and len(self._active) < self._restores_max:
+            reading, start = self._queued.popleft()
+            if not reading.is_over:
+                self._active.add(reading)
+                start()
 
     def _end_restore(self, reading: Reading, done: Completion, report: Report) -> None:
         self._active.discard(reading)
+        with self._lock:
+            self._restores.pop(reading, None)
+        self.parts.pump.post(self._start_queued)
         report(done)
-        if self._queued:
-            self.parts.pump.post(self._queued.popleft())
-
-    def _begin_save(self, writing: Writing, table: Int64Array, after: Event, deadline_ns: int) -> None:
-        self._writing.add(writing)
-        writing.start(table, after, deadline_ns)
 
     def _end_save(self, writing: Writing, done: Completion, report: Report) -> None:
-        self._writing.discard(writing)
+        with self._lock:
+            self._saves.discard(writing)
         report(done)
+
+    def _on_failure(self) -> None:
+        """A handler has raised, nobody knows for whom: all end as misses and refusals, none waits for ever."""
+        self.cancel_all("internal error")
+        with self._lock:
+            saves = list(self._saves)
+        for writing in saves:
+            self.parts.pump.post(partial(writing.give_up, "internal error"))
 
     # -- private ----------------------------------------------------------------------------------------
 
@@ -198,6 +231,15 @@ class DataPlane:
             file_bytes=limits.file_bytes,
             first_tile_bytes=limits.slot_bytes,
         )
+
+    def _at(self, deadline_ns: int, end: "weakref.WeakMethod[Callable[[str], None]]") -> None:
+        """End something at its deadline, without keeping it in memory until then."""
+
+        def on_deadline() -> None:
+            if (call := end()) is not None:
+                call("deadline")
+
+        self.parts.pump.at(deadline_ns, on_deadline)
 
     def _mark(self, stream: object) -> Event:
         device = self.parts.device

@@ -14,7 +14,7 @@ from flatcake.catalog import Catalog, Refused
 from flatcake.clock import Clock
 from flatcake.config import StoreConfig
 from flatcake.dataplane import DataPlane
-from flatcake.errors import ClosedError
+from flatcake.errors import ClosedError, ShapeError
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
 from flatcake.hits import Lease, Match
@@ -22,7 +22,7 @@ from flatcake.io.restore import Restore
 from flatcake.io.save import Save
 from flatcake.keys import Identity, chain
 from flatcake.ledger import Outcome
-from flatcake.messages import MEDIUM, Completion, KeyArray, Plan, PlanKind, block_column
+from flatcake.messages import Completion, KeyArray, Plan, PlanKind
 from flatcake.placement import Turn
 from flatcake.stats import MediumStats, StoreStats
 from flatcake.units import MS
@@ -122,27 +122,23 @@ class Store:
 
         Raises:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
+            ShapeError: `skip_blocks` is negative.
         """
         self._require_open()
+        if skip_blocks < 0:
+            raise ShapeError(f"skip_blocks={skip_blocks}: expected 0 or more blocks that are in the pages already")
         now_ns = self._clock.now_ns()
         plan = self.catalog.start_restore(lease.entry.lease_id, now_ns, skip_blocks)
         if isinstance(plan, Refused):
-            return self.plane.miss(plan.reason)
+            return self.plane.nothing(plan.reason)
         if not len(plan.runs):
-            return self.plane.miss("")
+            return self.plane.nothing("", len(plan.keys))
         deadline_ns = now_ns + (self._config.timeouts.restore_ns if timeout_ns is None else timeout_ns)
         try:
-            restore = self.plane.restore(
-                plan,
-                pages,
-                stream=stream,
-                deadline_ns=deadline_ns,
-                report=lambda done: self._on_restored(restore, plan, done),
-            )
+            return self.plane.restore(plan, pages, stream=stream, deadline_ns=deadline_ns, report=self.catalog.finish)
         except Exception:
-            self.catalog.finish(self._completion(plan, None, ""))
+            self.catalog.finish(self._not_begun(plan, None))
             raise
-        return restore
 
     def save(  # noqa: PLR0913
         self,
@@ -180,13 +176,12 @@ class Store:
         plan = Refused(busy) if busy else self.catalog.begin_save(session, found, turn or Turn(), now_ns)
         if isinstance(plan, Refused) or not len(plan.runs):
             return Save.ended(len(found), plan.reason if isinstance(plan, Refused) else "")
-        save = self.plane.save(
-            plan,
-            pages,
-            stream=stream,
-            deadline_ns=now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns),
-            report=lambda done: self._settle(self.catalog.finish(done)),
-        )
+        deadline_ns = now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns)
+        try:
+            save = self.plane.save(plan, pages, stream=stream, deadline_ns=deadline_ns, report=self._on_saved)
+        except Exception:
+            self.catalog.finish(self._not_begun(plan, 0))
+            raise
         with self._lock:
             self._saves[plan.plan_id] = save
         if not deferred:
@@ -233,16 +228,8 @@ class Store:
 
     def close(self) -> bool:
         """End everything within the configured time; True when nothing was left in flight.  Twice is safe."""
-        with self._lock:
-            if self._is_closed:
-                return True
-            self._is_closed = True
-        is_clean = self.plane.close(self._config.timeouts.close_ns)
-        with self._lock:
-            saves, self._saves = list(self._saves.values()), {}
-        for save in saves:
-            save.end(0, "closed")
-        return is_clean
+        self._is_closed = True
+        return self.plane.close(self._config.timeouts.close_ns)
 
     def __enter__(self) -> "Store":
         return self
@@ -254,13 +241,8 @@ class Store:
 
     # -- private ----------------------------------------------------------------------------------------
 
-    def _on_restored(self, restore: Restore, plan: Plan, done: Completion) -> None:
-        good = restore.result().blocks
-        media = block_column(plan, MEDIUM)[:good]
-        with self._lock:
-            for medium in Medium:
-                self._counts[f"blocks_delivered_{medium.name.lower()}"] += int((media == int(medium)).sum())
-        self.catalog.finish(done)
+    def _on_saved(self, done: Completion) -> None:
+        self._settle(self.catalog.finish(done))
 
     def _settle(self, outcome: Outcome | None) -> None:
         if outcome is None or outcome.kind is not PlanKind.SAVE:
@@ -270,10 +252,14 @@ class Store:
         if save is not None:
             save.end(outcome.published_blocks, outcome.reason)
 
-    def _completion(self, plan: Plan, first_bad_block: int | None, reason: str) -> Completion:
+    def _not_begun(self, plan: Plan, first_bad_block: int | None) -> Completion:
         parts = self.plane.parts
         return Completion(
-            plan_id=plan.plan_id, rank=parts.rank, epoch=parts.epoch, first_bad_block=first_bad_block, reason=reason
+            plan_id=plan.plan_id,
+            rank=parts.rank,
+            epoch=parts.epoch,
+            first_bad_block=first_bad_block,
+            reason="not begun",
         )
 
     def _is_busy(self) -> str:

@@ -133,7 +133,7 @@ class PagedKV:
         slots = page_tokens if token_slots else 1
         parts = [[layer] if isinstance(layer, torch.Tensor) else list(layer) for layer in layers]
         return cls(
-            [[PagedTensor(tensor, page_axis % tensor.ndim, slots) for tensor in layer] for layer in parts],
+            [[PagedTensor(tensor, _axis(tensor, page_axis), slots) for tensor in layer] for layer in parts],
             page_tokens=page_tokens,
             names=names,
         )
@@ -158,8 +158,8 @@ class PagedKV:
             split_axis: Axis that counts components (K and V) that are not part of a page, else None.
                 All axes are those of `tensor`.
         """
-        layer_at, page_at = layer_axis % tensor.ndim, page_axis % tensor.ndim
-        split_at = None if split_axis is None else split_axis % tensor.ndim
+        layer_at, page_at = _axis(tensor, layer_axis), _axis(tensor, page_axis)
+        split_at = None if split_axis is None else _axis(tensor, split_axis)
         if len({layer_at, page_at, split_at}) < 3:
             raise ShapeError(f"axes {layer_axis}, {split_axis}, {page_axis}: expected different ones")
         layers: list[list[torch.Tensor]] = [[layer] for layer in tensor.unbind(layer_at)]
@@ -232,3 +232,9 @@ class PagedKV:
         flat = view_memory(base, span).view(np.uint8)
         shape = (self.page_count, rows, row_bytes // word.itemsize)
         return np.ndarray(shape, word, flat.data, 0, (page_stride, row_stride, word.itemsize))
+
+
+def _axis(tensor: torch.Tensor, axis: int) -> int:
+    if not -tensor.ndim <= axis < tensor.ndim:
+        raise ShapeError(f"axis {axis} of a tensor of shape {tuple(tensor.shape)}: expected one of its {tensor.ndim}")
+    return axis % tensor.ndim
