@@ -7,8 +7,9 @@ severity that changes the exit code.
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from flatcake.doctor_blocks import PADDING_MAX, best_block, padding
 from flatcake.doctor_facts import Facts, GpuFacts, MemoryFacts, PlaceFacts
-from flatcake.units import DIRECT_BYTES, GiB, align_up, format_bytes
+from flatcake.units import DIRECT_BYTES, MiB, format_bytes
 
 Severity = Literal["unusable", "problem", "note"]
 SEVERITIES: tuple[Severity, ...] = ("unusable", "problem", "note")
@@ -19,11 +20,17 @@ HUGE_SHARE_MIN = 0.9
 READ_BYTES_S_MIN = 0.5e9
 SPARE_FILES = 256
 """Open files that the rest of a serving process needs."""
-PADDING_MAX = 0.05
-BLOCK_TOKENS = (16, 32, 64, 128, 256, 512)
 
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse", "fuseblk", "ceph", "glusterfs"}
 _PROCESSED = {"btrfs", "zfs", "bcachefs"}
+_GRAVE: dict[str, Severity] = {
+    "a store": "unusable",
+    "writes": "problem",
+    "reads": "problem",
+    "save": "problem",
+    "restore": "problem",
+}
+"""Probes without which there is no store worth having."""
 
 
 class Finding(NamedTuple):
@@ -33,15 +40,6 @@ class Finding(NamedTuple):
     subject: str
     text: str
     remedy: str
-
-
-class Padding(NamedTuple):
-    """What one block size costs in padding."""
-
-    block_tokens: int
-    piece_bytes: int
-    share: float
-    """Padding per byte of payload."""
 
 
 def advise(facts: Facts) -> list[Finding]:
@@ -54,27 +52,6 @@ def advise(facts: Facts) -> list[Finding]:
         if miss.probe not in _GRAVE
     ]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def padding(token_bytes: int) -> list[Padding]:
-    """Padding of a piece to 4 KiB for each usual block size.
-
-    Args:
-        token_bytes: Bytes of one token in one layer, all components; at least 1.
-    """
-    sizes = [(tokens, align_up(tokens * token_bytes, DIRECT_BYTES)) for tokens in BLOCK_TOKENS]
-    return [Padding(tokens, size, size / (tokens * token_bytes) - 1) for tokens, size in sizes]
-
-
-def best_block(token_bytes: int) -> Padding:
-    """The smallest block with at most 5 % padding, or else the one with the least."""
-    sizes = padding(token_bytes)
-    good = [size for size in sizes if size.share <= PADDING_MAX]
-    return good[0] if good else min(sizes, key=lambda size: size.share)
-
-
-_GRAVE = {"a store": "unusable", "writes": "problem", "reads": "problem", "save": "problem", "restore": "problem"}
-"""Probes without which there is no store worth having."""
 
 
 def _on_place(facts: Facts) -> Iterator[Finding]:
@@ -179,7 +156,7 @@ def _on_memory(facts: Facts) -> Iterator[Finding]:
             "problem",
             "memory",
             f"the DRAM arena takes {format_bytes(need_bytes)}, {format_bytes(min(limits))} can be had",
-            f"set capacity.dram_bytes_max to at most {format_bytes(min(limits) // 2 // GiB * GiB)}, or 0",
+            f"set capacity.dram_bytes_max to at most {format_bytes(min(limits) // 2 // MiB * MiB)}, or to 0",
         )
 
 
@@ -266,9 +243,10 @@ def _extra(gpu: GpuFacts) -> str:
 def _on_measured(facts: Facts) -> Iterator[Finding]:
     for miss in facts.misses:
         if miss.probe in _GRAVE:
-            severity: Severity = "unusable" if _GRAVE[miss.probe] == "unusable" else "problem"
             text = f"failed: {miss.reason}"
-            yield Finding(severity, miss.probe, text, "do what the reason says, look at `dmesg`, then run this again")
+            yield Finding(
+                _GRAVE[miss.probe], miss.probe, text, "do what the reason says, look at `dmesg`, then run this again"
+            )
     if facts.disk is not None and facts.disk.read_bytes_s < READ_BYTES_S_MIN:
         rate = facts.disk.read_bytes_s / 1e9
         yield Finding(

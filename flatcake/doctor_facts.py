@@ -11,6 +11,8 @@ from typing import Literal, TypeVar
 from flatcake.config import StoreConfig
 
 T = TypeVar("T")
+State = Literal["ready", "missing", "not a directory", "denied"]
+"""Of a directory.  `missing`: `open` would make it; `denied`: it may not be written, or not be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,7 @@ class PlaceFacts:
     directory: str
     path: str
     """Without symbolic links."""
-    state: Literal["ready", "missing", "not a directory", "denied"]
-    """`missing`: `open` would make it; `denied`: it may not be written, or not be made."""
+    state: State
     mount: str | None
     """Where the filesystem is mounted."""
     filesystem: str | None

@@ -12,7 +12,7 @@ import resource
 import stat
 from typing import NamedTuple
 
-from flatcake.doctor_facts import MemoryFacts, PlaceFacts, Probes, SystemFacts
+from flatcake.doctor_facts import MemoryFacts, PlaceFacts, Probes, State, SystemFacts
 from flatcake.io.pooldir import LOCK
 from flatcake.io.seam import Files
 from flatcake.units import KiB, MiB
@@ -177,13 +177,13 @@ def _sample(files: Files) -> tuple[str, float]:
     return memory.pages, huge_bytes(_text("/proc/self/smaps"), memory.address, SAMPLE_BYTES) / SAMPLE_BYTES
 
 
-def _state(path: str) -> tuple[str, str]:
+def _state(path: str) -> tuple[State, str]:
     """How a directory is, and the nearest path from it upwards that is there."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         above, home = _state(os.path.dirname(path) or "/")
-        return {"ready": "missing"}.get(above, above), home
+        return "missing" if above == "ready" else above, home
     except NotADirectoryError:
         return "not a directory", os.path.dirname(path)
     except OSError:  # No permission, too many links, a name too long: `open` would fail in the same way.

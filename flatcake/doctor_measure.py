@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ PAGE_SHAPE = (2, PAGE_TOKENS, 8, 128)
 """K and V of 8 heads of 128 values, 2 bytes each: 64 KiB a page, 1 MiB a piece, 8 MiB a block."""
 ROUNDS_MAX = 5
 SWEEP_NS_MAX, ROUNDS_NS_MAX = 2 * SECOND, 6 * SECOND
-WAIT_NS = 20 * SECOND
+WAIT_NS = 10 * SECOND
 
 _BLOCK_BYTES = LAYERS * (BLOCK_TOKENS // PAGE_TOKENS) * 64 * KiB
 _BARE_FILE = 1
@@ -73,25 +74,34 @@ def measure(
     Raises:
         OSError: The fresh directory cannot be made.
     """
-    found, scratch = Measured(), ""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=directory, ignore_cleanup_errors=True) as scratch:
-        found = replace(found, direct=probes.get("O_DIRECT", lambda: _probe_direct(files, scratch)))
-        bench = None
-        try:
-            size_bytes = _fit(files, scratch, size_bytes)
-            bench = probes.get("a store", lambda: _Bench(files, clock, config, f"{scratch}/pool", size_bytes))
-            if bench is not None:
-                found = replace(found, engine=bench.engine)
-                rate = probes.get("writes", bench.write)
-                if rate is not None:
-                    disk, restore = bench.read(probes, rate)
-                    found = replace(found, disk=disk, restore=restore)
-        finally:
-            if bench is not None:
-                probes.get("closing", bench.close)
+        found = Measured(direct=probes.get("O_DIRECT", lambda: _probe_direct(files, scratch)))
+        fits_bytes = probes.get("free space to measure in", lambda: _fit(files, scratch, size_bytes))
+        if fits_bytes is not None:
+            make = partial(_Bench, files, clock, config, f"{scratch}/pool", fits_bytes)
+            found = _through_a_store(probes, make, found)
+    probes.get("cleaning up", lambda: _require_gone(scratch))
+    return found
+
+
+def _through_a_store(probes: Probes, make: "Callable[[], _Bench]", found: Measured) -> Measured:
+    bench = probes.get("a store", make)
+    if bench is None:
+        return found
+    try:
+        found = replace(found, engine=bench.engine)
+        written = probes.get("writes", bench.write)
+        if written is None:
+            return found
+        disk, restore = bench.read(probes, written)
+        return replace(found, disk=disk, restore=restore)
+    finally:
+        probes.get("closing", bench.close)
+
+
+def _require_gone(scratch: str) -> None:
     if os.path.exists(scratch):
         raise OSError(errno.ENOTEMPTY, "could not be removed; remove it by hand", scratch)
-    return found
 
 
 def _fit(files: Files, directory: str, size_bytes: int) -> int:
@@ -243,7 +253,7 @@ class _Bench:
 
     def _save(self, blocks: int, pages: Int64Array) -> bool:
         tokens = np.arange(blocks * BLOCK_TOKENS)
-        result = self._store.save("doctor", tokens, pages, timeout_ns=WAIT_NS).result(2 * WAIT_NS / 1e9)
+        result = self._store.save("doctor", tokens, pages, timeout_ns=WAIT_NS).result(1.5 * WAIT_NS / 1e9)
         if result is None or result.reason or result.written_blocks != blocks:
             raise OSError(errno.EIO, f"nothing was published: {result.reason if result else 'no answer'}")
         return True
