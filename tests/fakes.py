@@ -11,7 +11,7 @@ import torch
 
 from flatcake.io.device import CpuDevice, Event, Stream
 from flatcake.io.engine import Buffer
-from flatcake.io.seam import Files, HostMemory
+from flatcake.io.seam import Files, HostMemory, view_memory
 
 WAIT_S = 30.0
 """Far beyond what anything takes; reaching it is a failure."""
@@ -22,6 +22,7 @@ class FaultyFiles(Files):
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.order: list[str] = []
         self.open_fds: set[int] = set()
         self.cap_bytes = 1 << 62
         """Most that one read or write moves."""
@@ -42,6 +43,7 @@ class FaultyFiles(Files):
     def _enter(self, call: str) -> None:
         with self._lock:
             self.calls[call] += 1
+            self.order.append(call)
             waiting = self._faults.get(call)
             outcome = waiting.pop(0) if waiting else None
             gate = self._gates.get(call)
@@ -283,6 +285,7 @@ class FakeCuFile:
             raise kvikio.start_error
         array = buffer if isinstance(buffer, np.ndarray) else buffer.numpy()
         assert array.dtype == np.uint8 and array.nbytes == size
+        address = int(array.ctypes.data)
         outcome = kvikio.outcomes.pop(0) if kvikio.outcomes else None
         gate = kvikio.gate
 
@@ -295,9 +298,10 @@ class FakeCuFile:
                 raise RuntimeError("EOF")
             if kvikio.lose_writes and not is_read:
                 return size
-            moved = (os.preadv if is_read else os.pwritev)(self._fd, [array.data], file_offset)
+            memory = view_memory(address, size)
+            moved = (os.preadv if is_read else os.pwritev)(self._fd, [memory.data], file_offset)
             if kvikio.damage:
-                array[0] ^= 1
+                memory[0] ^= 1
             return moved if outcome is None else outcome
 
         future = FakeFuture(move)
@@ -313,9 +317,4 @@ class FakeFuture:
     def get(self) -> int:
         self.gets += 1
         assert self.gets == 1, "kvikio's futures may be asked once"
-        move, self._move = self._move, _nothing  # Lets go of the buffer, which a real one never held.
-        return move()
-
-
-def _nothing() -> int:
-    raise AssertionError("asked twice")
+        return self._move()

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 PROBE_BYTES = 4 * MiB
 PROBE_WAIT_NS = 20 * SECOND
+CLOSE_WAIT_NS = SECOND
 _PATTERN_SEED = 0x5EED
 
 
@@ -114,7 +115,7 @@ def _try_kvikio(settings: IOConfig, around: Around, pool: FilePool) -> KvikioEng
         fault = f"its probe failed ({error})"
     if fault is None:
         return engine
-    engine.close(0)
+    engine.close(CLOSE_WAIT_NS)
     return fault
 
 

@@ -116,6 +116,16 @@ def test_other_shape_reuses_files_and_says_so(files: FaultyFiles, tmp_path: Path
     pool.close()
 
 
+def test_files_that_shrink_make_room_for_those_that_grow(files: FaultyFiles, tmp_path: Path) -> None:
+    FilePool(files, spec(tmp_path, files=2, file_bytes=4 * FILE)).close()
+    files.order.clear()
+    pool = FilePool(files, spec(tmp_path, files=8, free_bytes_min=1 << 60))
+    steps = [call for call in files.order if call in ("truncate", "allocate")]
+    assert steps == ["truncate"] * 2 + ["allocate"] * 6
+    pool.check()
+    pool.close()
+
+
 def test_swapped_directories_are_not_kept(files: FaultyFiles, tmp_path: Path) -> None:
     FilePool(files, spec(tmp_path / "a", tmp_path / "b")).close()
     pool = FilePool(files, spec(tmp_path / "b", tmp_path / "a"))

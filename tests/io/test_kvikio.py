@@ -115,9 +115,9 @@ def test_buffer_lives_until_answered_and_no_longer(paths: list[str]) -> None:
     assert alive() is not None
     gate.set()
     assert answer.results() == whole(BATCH[:2])
-    assert engine.close(CLOSE_NS)
     gc.collect()
     assert alive() is None
+    assert engine.close(CLOSE_NS)
 
 
 def test_close_keeps_files_open_while_something_is_in_flight(paths: list[str]) -> None:

@@ -118,6 +118,10 @@ def test_errors_and_good_bytes_come_through() -> None:
     assert buffer.tensor[:PAGE].eq(8).all() and not buffer.tensor[PAGE : 2 * PAGE].any()
     assert write(at.bench, BATCH, buffer) == [*whole(BATCH[:2]), Result(0, errno.ENOSPC)]
     assert read(at.bench, BATCH, buffer) == whole(BATCH)
+    at.inner.inject(Fault(kind="error", verb="read"))
+    copies = at.device.copies
+    assert read(at.bench, BATCH[:1], buffer) == [Result(0, errno.EIO)]
+    assert at.device.copies == copies  # Nothing came, so nothing is copied.
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
