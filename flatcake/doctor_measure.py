@@ -20,6 +20,7 @@ import torch
 from flatcake.assemble import open_store
 from flatcake.clock import Clock
 from flatcake.config import CapacityConfig, StoreConfig
+from flatcake.doctor_direct import probe_direct
 from flatcake.doctor_facts import DirectFacts, DiskFacts, EngineFacts, Probes, RestoreFacts
 from flatcake.errors import CapacityError
 from flatcake.gva import Medium
@@ -44,7 +45,6 @@ WAIT_NS = 10 * SECOND
 
 _BLOCK_BYTES = LAYERS * (BLOCK_TOKENS // PAGE_TOKENS) * 64 * KiB
 _BARE_FILE = 1
-_STEPS = [512 << power for power in range(8)]
 Call = Callable[[Sequence[Transfer], Buffer, Stream, Done], None]
 
 
@@ -75,7 +75,7 @@ def measure(
         OSError: The fresh directory cannot be made.
     """
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=directory, ignore_cleanup_errors=True) as scratch:
-        found = Measured(direct=probes.get("O_DIRECT", lambda: _probe_direct(files, scratch)))
+        found = Measured(direct=probes.get("O_DIRECT", lambda: probe_direct(files, scratch)))
         fits_bytes = probes.get("free space to measure in", lambda: _fit(files, scratch, size_bytes))
         if fits_bytes is not None:
             make = partial(_Bench, files, clock, config, f"{scratch}/pool", fits_bytes)
@@ -113,40 +113,6 @@ def _fit(files: Files, directory: str, size_bytes: int) -> int:
     if quarter < SIZE_BYTES_MIN:
         raise CapacityError(f"{directory}: {quarter * 4} bytes free, {SIZE_BYTES_MIN * 4} needed to measure")
     return min(size_bytes, quarter)
-
-
-def _probe_direct(files: Files, directory: str) -> DirectFacts:
-    """Read a file in ever larger steps until the kernel takes them; leaves the file to the caller."""
-    path = f"{directory}/direct"
-    span = 2 * _STEPS[-1]
-    memory = files.map_memory(span).array
-    fd = files.open_file(path, create=True, direct=False)
-    try:
-        files.write(fd, [memory.data], 0)
-        files.sync(fd)
-    finally:
-        files.close(fd)
-    try:
-        fd = files.open_file(path, create=False, direct=True)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return DirectFacts(works=False, align_bytes=None)
-        raise
-    try:
-        return DirectFacts(works=True, align_bytes=_smallest_step(files, fd, memory.data))
-    finally:
-        files.close(fd)
-
-
-def _smallest_step(files: Files, fd: int, memory: memoryview) -> int | None:
-    for step in _STEPS:
-        try:
-            if files.read(fd, [memory[step : 2 * step]], step) == step:
-                return step
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-    return None
 
 
 class _Bench:
@@ -202,9 +168,9 @@ class _Bench:
         until_ns = self._clock.now_ns() + ROUNDS_NS_MAX
         for _ in range(ROUNDS_MAX):
             rate = probes.get("reads", lambda: self._sweep(self._engine.read, span))
-            attempt = saved and probes.get("restore", lambda: self._restore(blocks, pages))
-            rates += [rate[0] * 1e9 / rate[1]] if rate else []
-            tries += [attempt] if attempt else []
+            attempt = saved and probes.get("restore", partial(self._restore, blocks, pages, compare=not tries))
+            rates.extend([rate[0] * 1e9 / rate[1]] if rate else [])
+            tries.extend([attempt] if attempt else [])
             if rate is None or (saved and attempt is None) or self._clock.now_ns() > until_ns:
                 break
         if not rates:
@@ -258,18 +224,19 @@ class _Bench:
             raise OSError(errno.EIO, f"nothing was published: {result.reason if result else 'no answer'}")
         return True
 
-    def _restore(self, blocks: int, pages: Int64Array) -> "_Try":
-        """Restore everything over spoilt pages, and compare the first and last block of each layer."""
-        used = torch.from_numpy(pages[: blocks * BLOCK_TOKENS // PAGE_TOKENS])
+    def _restore(self, blocks: int, pages: Int64Array, *, compare: bool) -> "_Try":
+        """Restore everything; `compare` spoils the first and last block of each layer before, and compares after."""
         per_block = BLOCK_TOKENS // PAGE_TOKENS
-        sample = torch.cat([used[:per_block], used[-per_block:]]).to(self._tensors[0].device)
-        before = [tensor[sample].clone() for tensor in self._tensors]
-        for tensor in self._tensors:
+        used = torch.from_numpy(pages[: blocks * per_block]).to(self._tensors[0].device)
+        sample = torch.cat([used[:per_block], used[-per_block:]])
+        spoilt = self._tensors if compare else []
+        before = [tensor[sample] for tensor in spoilt]
+        for tensor in spoilt:
             tensor[sample] = 0
         match = self._store.match(np.arange(blocks * BLOCK_TOKENS))
         with self._store.lease(match) as lease:
             result = self._store.restore(lease, pages, timeout_ns=WAIT_NS).result()
-        right = all(torch.equal(tensor[sample], old) for tensor, old in zip(self._tensors, before, strict=True))
+        right = all(torch.equal(tensor[sample], old) for tensor, old in zip(spoilt, before, strict=True))
         if result.blocks != blocks:
             raise OSError(errno.EIO, f"{result.blocks} of {blocks} blocks came back: {result.reason or 'not matched'}")
         return _Try(result.read_bytes, result.reads, max(1, result.total_ns), right)
