@@ -18,7 +18,7 @@ from flatcake.geometry import Geometry
 from flatcake.gva import Medium
 from flatcake.index import Index
 from flatcake.io.arena import Arena, ArenaEngine
-from flatcake.io.device import Device, open_device
+from flatcake.io.device import CpuDevice, Device, open_device
 from flatcake.io.filepool import FilePool, PoolSpec
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts
@@ -43,7 +43,7 @@ from flatcake.units import DIRECT_BYTES, MiB
 RECORD_CACHE_BYTES = 64 * MiB
 RECORD_THREADS = 2
 FIRST_TILE_BYTES = 4 * MiB
-PROGRAMS_PER_SM = 8
+PROGRAMS_PER_SM = 16
 
 
 def open_catalog(config: StoreConfig, geometry: Geometry, placement: Placement | None = None) -> Catalog:
@@ -183,8 +183,9 @@ def _open_media(
     if config.capacity.dram_bytes_max:
         arena = Arena(around.files, around.device, config.capacity.dram_bytes_max)
         undo.callback(arena.close)
-        copies = ArenaEngine(arena, around.device, around.when)
-        media[Medium.DRAM] = MediumIO(copies, copies, lambda offset: (0, offset))
+        pieces = ArenaEngine(arena, around.device, around.when)
+        records = ArenaEngine(arena, CpuDevice(around.files), around.when)
+        media[Medium.DRAM] = MediumIO(pieces, records, lambda offset: (0, offset))
     if config.capacity.ssd_bytes_max:
         media[Medium.SSD], reason = _open_ssd(config, geometry, around, undo)
     return media, reason

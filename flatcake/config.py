@@ -81,7 +81,7 @@ class LayoutConfig:
     """`lanes`: one range a layer and extent; `segments`: the paper's layer-major segment a turn."""
     lane_bytes_max: int = 8 * MiB
     """Lanes of a growing scope's extents get longer up to this; larger reads gain nothing."""
-    growth_percent: int = 50
+    growth_percent: int = 25
     """The next extent of a scope has room for this share of the blocks that the scope has already."""
 
     def __post_init__(self) -> None:

@@ -31,13 +31,13 @@ class Tuning:
     By default all programs of a launch are resident at once on sm_90: at most 56 registers for each of 128 threads.
     """
 
-    tile_units: int = 512
+    tile_units: int = 1024
     """Units that one program moves at a time; a power of two."""
     wide_units_min: int = 256
     """Rows that are multiples of a power of two at least this large need no look-up per unit."""
     warps: int = 4
     """Warps of a program; a power of two."""
-    programs_per_sm: int = 8
+    programs_per_sm: int = 16
     """Programs for each multiprocessor when the caller names no other bound."""
 
     def __post_init__(self) -> None:
