@@ -24,11 +24,8 @@ SPARE_FILES = 256
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse", "fuseblk", "ceph", "glusterfs"}
 _PROCESSED = {"btrfs", "zfs", "bcachefs"}
 _GRAVE: dict[str, Severity] = {
-    "a store": "unusable",
-    "writes": "problem",
-    "reads": "problem",
-    "save": "problem",
-    "restore": "problem",
+    **dict.fromkeys(("measurement", "a store"), "unusable"),
+    **dict.fromkeys(("writes", "reads", "save", "restore", "closing", "cleaning up"), "problem"),
 }
 """Probes without which there is no store worth having."""
 
