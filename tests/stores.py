@@ -118,18 +118,22 @@ class Memory:
         good = len(keys)
         for layer, views in enumerate(self.views):
             for part, view in enumerate(views):
-                found = view[self._index(pages)].reshape(len(keys), -1)
-                same = (found == self._stamps(keys, layer, part, view).reshape(len(keys), -1)).all(dim=1)
+                found = view[self._index(pages)].flatten().view(len(keys), self._elements(view))
+                same = (found == self._stamps(keys, layer, part, view)).all(dim=1)
                 good = min(good, int(same.long().cumprod(0).sum()))
         return good
 
     def _stamps(self, keys: KeyArray, layer: int, part: int, view: Tensor) -> Tensor:
-        words = self.layout.pages_per_block * view[0].numel() * view.element_size() // 4
+        words = self._elements(view) * view.element_size() // 4
         salt = np.uint64((layer * 31 + part + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
         each = ((keys[:, :1] ^ salt) * np.uint64(0xD1342543DE82EF95)) ^ keys[:, 1:]
         mixed = (each + np.arange(words, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)) >> np.uint64(29)
         content = torch.from_numpy(mixed.astype(np.uint32).view(np.uint8))
         return content.view(_INTEGERS[view.element_size()]).to(view.device)
+
+    def _elements(self, view: Tensor) -> int:
+        """Elements of one block."""
+        return self.layout.pages_per_block * view[0].numel()
 
     def _views(self, raws: list[Tensor]) -> list[list[Tensor]]:
         integers = [_INTEGERS[dtype.itemsize] for dtype in self.layout.dtypes]
