@@ -120,7 +120,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """One CUDA device.  Streams are torch's view of CuPy's non-blocking ones; events are CuPy's."""
+    """One CUDA device.  Streams are torch's, which do not wait for the NULL stream; events and copies are CuPy's."""
 
     is_host = False
 
@@ -144,10 +144,8 @@ class CudaDevice:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._torch)
 
     def new_stream(self) -> Stream:
-        stream = self._cuda.Stream(non_blocking=True)
-        wrapped = self._external(stream.ptr)
-        wrapped.owner = stream  # CuPy destroys the stream with its object
-        return wrapped
+        # Torch's own streams are never destroyed: its allocators still name them when a tensor is collected.
+        return torch.cuda.Stream(self._torch)
 
     def stream_of(self, stream: object) -> Stream:
         if stream is None:
