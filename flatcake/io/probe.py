@@ -92,7 +92,7 @@ def _posix(settings: IOConfig, around: Around, pool: FilePool) -> Engine:
     try:
         return StagedEngine(engine, around.device, around.files, around.twins, around.when)
     except BaseException:
-        engine.close(0)
+        engine.close(CLOSE_WAIT_NS)
         raise
 
 
