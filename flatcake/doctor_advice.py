@@ -16,6 +16,8 @@ SEVERITIES: tuple[Severity, ...] = ("unusable", "problem", "note")
 
 RATIO_LIMIT = 2.0
 """Predicted and measured restore time agree when neither is more than this many times the other."""
+LIMITS_FACTOR = 1.25
+"""The processor holds a disk back that is so many times faster."""
 HUGE_SHARE_MIN = 0.9
 READ_BYTES_S_MIN = 0.5e9
 SPARE_FILES = 256
@@ -25,7 +27,8 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse", "fuseblk", 
 _PROCESSED = {"btrfs", "zfs", "bcachefs"}
 _GRAVE: dict[str, Severity] = {
     **dict.fromkeys(("measurement", "a store"), "unusable"),
-    **dict.fromkeys(("writes", "reads", "save", "restore", "closing", "cleaning up"), "problem"),
+    **dict.fromkeys(("writes", "reads", "save to SSD", "restore from SSD"), "problem"),
+    **dict.fromkeys(("save to DRAM", "restore from DRAM", "closing", "cleaning up"), "problem"),
 }
 """Probes without which there is no store worth having."""
 
@@ -255,18 +258,26 @@ def _on_measured(facts: Facts) -> Iterator[Finding]:
     if not restore.right:
         text = "bytes that came back differ from those that were saved, and the checksums passed them"
         yield Finding("unusable", "restore", text, "do not use this store; report it with the output of --json")
+    if facts.disk and restore.memory_bytes_s and restore.memory_bytes_s * LIMITS_FACTOR < facts.disk.read_bytes_s:
+        yield Finding(
+            "note",
+            "processor",
+            f"copies and checksums run at {restore.memory_bytes_s / 1e9:.2f} GB/s, the disk at "
+            f"{facts.disk.read_bytes_s / 1e9:.2f}: restores are held back",
+            "give the process more or faster cores; io.verify off is quicker, and lets bit errors through",
+        )
     if restore.ratio > RATIO_LIMIT:
         yield Finding(
             "problem",
             "restore",
-            f"takes {restore.ratio:.1f} times what the disk needs: the processor is the limit, or it is busy",
-            "stop what else runs, give the process more cores, raise io.io_threads; or set io.verify to off",
+            f"takes {restore.ratio:.1f} times what disk and processor need alone: they are busy, or hinder each other",
+            "stop what else runs, give the process more cores, and run this again",
         )
     elif restore.ratio < 1 / RATIO_LIMIT:
         yield Finding(
             "problem",
             "restore",
-            f"takes {restore.ratio:.2f} times what bare reads need: the disk's speed varies, or a cache helps",
+            f"takes {restore.ratio:.2f} times what disk and processor need alone: their speed varies, or a cache helps",
             "run this again with a larger --size, on an idle disk",
         )
 

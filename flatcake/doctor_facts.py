@@ -152,8 +152,10 @@ class RestoreFacts:
     size_bytes: int
     reads: int
     rounds: int
+    memory_bytes_s: float | None
+    """Rate of restores from memory: copies and checksums, no disk."""
     predicted_ns: int
-    """The same bytes at the bare read rate, measured in turn with the restores."""
+    """The same bytes at the rate of bare reads or of restores from memory, whichever is slower."""
     measured_ns: int
     right: bool
     """Whether the bytes that came back are those that were saved."""

@@ -65,4 +65,5 @@ def _devices() -> tuple[str, ...]:
 
 
 def _mode(kvikio: Any) -> str:
-    return str(kvikio.defaults.get("compat_mode"))
+    mode = kvikio.defaults.get("compat_mode")
+    return str(getattr(mode, "name", mode))

@@ -40,7 +40,7 @@ def as_mapping(facts: Facts, findings: Sequence[Finding], version: str) -> dict[
 def as_text(facts: Facts, findings: Sequence[Finding], version: str) -> str:
     """Lines for a terminal, findings last."""
     rows = [*_machine(facts), *_place(facts), *_gpu(facts), *_measured(facts), *_blocks(facts)]
-    width = max(len(label) for label, _ in rows)
+    width = max((len(label) for label, _ in rows), default=0)
     lines = [f"flatcake {version}", *(f"  {label:{width}}  {value}" for label, value in rows), ""]
     if not findings:
         lines.append("Nothing to change.")
@@ -109,6 +109,8 @@ def _measured(facts: Facts) -> Iterator[tuple[str, str]]:
     if restore is not None:
         times = f"{restore.predicted_ns / 1e6:.1f} ms predicted, {restore.measured_ns / 1e6:.1f} ms measured"
         size = format_bytes(restore.size_bytes)
+        if restore.memory_bytes_s is not None:
+            yield "memory path", f"{restore.memory_bytes_s / 1e9:.2f} GB/s restored without the disk"
         yield "restore", f"{size} in {restore.reads} reads: {times} ({restore.ratio:.2f} x, {restore.rounds} rounds)"
 
 

@@ -233,7 +233,7 @@ def test_kvikio_without_its_defaults_costs_only_the_mode() -> None:
 
 def numbers() -> "itertools.chain[int]":
     """Every call up to the first restore, then some of the many that are alike."""
-    return itertools.chain(range(1, 50), itertools.count(50, 13))
+    return itertools.chain(range(1, 36), itertools.count(36, 25))
 
 
 def test_any_call_may_fail(tmp_path: Path) -> None:

@@ -78,7 +78,13 @@ H200 = GpuFacts(
     nvidia_fs=True,
 )
 RESTORE = RestoreFacts(
-    size_bytes=256 * MiB, reads=64, rounds=5, predicted_ns=100_000_000, measured_ns=110_000_000, right=True
+    size_bytes=256 * MiB,
+    reads=64,
+    rounds=5,
+    memory_bytes_s=9e9,
+    predicted_ns=100_000_000,
+    measured_ns=110_000_000,
+    right=True,
 )
 GOOD = Facts(
     config=StoreConfig(directories=("/kv",)),
@@ -117,8 +123,7 @@ def test_nothing_known_is_no_finding() -> None:
     empty = Facts(config=StoreConfig(directories=("/kv",)))
     assert advise(empty) == []
     assert as_mapping(empty, [], "1")["disk"] is None
-    with pytest.raises(ValueError, match="max"):
-        as_text(empty, [], "1")
+    assert as_text(empty, [], "1") == "flatcake 1\n\nNothing to change.\n"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,8 @@ def test_nothing_known_is_no_finding() -> None:
         (replace(GOOD, token_bytes=178), ("note", "block size")),
         (replace(GOOD, misses=(Miss("a store", "CapacityError: full"),)), ("unusable", "a store")),
         (replace(GOOD, misses=(Miss("measurement", "OSError: no inodes"),)), ("unusable", "measurement")),
-        (replace(GOOD, misses=(Miss("save", "OSError: EIO"),)), ("problem", "save")),
+        (replace(GOOD, misses=(Miss("save to SSD", "OSError: EIO"),)), ("problem", "save to SSD")),
+        (changed("restore", memory_bytes_s=2e9), ("note", "processor")),
         (replace(GOOD, misses=(Miss("cpu quota", "PermissionError"),)), ("note", "cpu quota")),
     ],
 )
@@ -176,6 +182,8 @@ def test_each_fault_gives_its_finding_and_no_other(facts: Facts, expected: tuple
         changed("system", open_files_max=None, cores=None),
         changed("restore", measured_ns=200_000_000),
         changed("restore", measured_ns=50_000_000),
+        changed("restore", memory_bytes_s=None),
+        changed("restore", memory_bytes_s=2.5e9),
         changed("place", free_bytes=None),
         changed("place", free_bytes=9 * GiB),
         changed("direct", align_bytes=4096),

@@ -38,7 +38,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("io.filepool", "io.staged", "io.verdict", "io.sizing"),
     ("io.pump", "io.tilecopy", "io.probe"),
     ("io.parts", "io.restore", "io.save"),
-    ("io.tilebatch", "io.recording"),
+    ("io.tilebatch", "io.recording", "io.judging"),
     ("io.reading", "io.writing"),
     ("dataplane",),
     # One process that has both.
@@ -47,7 +47,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # The package's own `__init__`, which re-exports public names; what follows uses them as a stranger would.
     ("",),
     ("demo_model", "demo_report", "doctor_facts", "doctor_blocks"),
-    ("doctor_machine", "doctor_gpu", "doctor_direct", "doctor_advice"),
+    ("doctor_machine", "doctor_gpu", "doctor_direct", "doctor_bench", "doctor_advice"),
     ("doctor_measure", "doctor_report"),
     ("doctor", "demo"),
     ("cli",),
