@@ -19,17 +19,19 @@ from flatcake.config import from_mapping
 from flatcake.demo_control import TURNS as CONTROL_TURNS
 from flatcake.demo_control import Flipped, flip_and_serve, judge
 from flatcake.demo_model import Model, ModelSize, load_transformers
-from flatcake.demo_report import Summary, TurnRow, format_json, format_table
+from flatcake.demo_report import ControlRow, Summary, TurnRow, format_json, format_table
 from flatcake.demo_serve import OpenStore, Server
 from flatcake.demo_sessions import SYSTEM_TOKENS, Script
 from flatcake.errors import ConfigError
 from flatcake.gva import Medium
-from flatcake.io.device import cuda_is_available
+from flatcake.io.device import open_device
+from flatcake.io.seam import Files
 from flatcake.units import MiB, align_up
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONTROL_SESSIONS = 2
 POOL_FILE_BYTES = 64 * MiB
+VERIFY: tuple[Literal["off", "full"], ...] = ("off", "full")
 
 Advance = Callable[[], object]
 
@@ -59,8 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line on stdout instead of the table")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, open_store: OpenStore = flatcake.open) -> int:
     """Serve, compare, report.
+
+    Args:
+        args: As declared above, and `settings`, the mapping read from the settings file.
+        open_store: Opens the store that serves; tests bring a broken one.
 
     Raises:
         ConfigError: Too few sessions or turns.
@@ -81,21 +87,40 @@ def run(args: argparse.Namespace) -> int:
             settings=args.settings,
         )
         with _progress(options.sessions * options.turns + 2 * CONTROL_SESSIONS) as advance:
-            summary = play(options, advance)
+            summary = play(options, open_store, advance)
     sys.stdout.write((format_json if args.json else format_table)(summary) + "\n")
     return 1 if summary.faults else 0
 
 
-def play(options: Options, advance: Advance, open_store: OpenStore = flatcake.open) -> Summary:
-    """The whole demo: all sessions, then the control.
+def play(options: Options, open_store: OpenStore, advance: Advance) -> Summary:
+    """The whole demo: all sessions, then the control, in stores of its own.
 
     Args:
         options: What to do.
+        open_store: Opens the store that serves.
         advance: Called after each turn that counts.
-        open_store: Opens a store; tests bring a broken one.
     """
     device = torch.device(options.device)
     model = Model(ModelSize(), seed=options.seed, dtype=DTYPES[options.dtype], device=device)
+    rows, stats = serve_all(options, model, open_store, advance)
+    control: list[ControlRow] = []
+    if all(row.ok for row in rows):  # Else the comparison has failed already.
+        unverified, verified = (_control(options, model, verify, advance) for verify in VERIFY)
+        control = [judge(medium, unverified.get(medium), verified.get(medium)) for medium in Medium]
+    return Summary(
+        rows=rows,
+        control=control,
+        device=str(device),
+        dtype=options.dtype,
+        io_path={name: medium.io_path for name, medium in stats.media.items()},
+        io_reason=stats.io_reason,
+    )
+
+
+def serve_all(
+    options: Options, model: Model, open_store: OpenStore, advance: Advance
+) -> tuple[list[TurnRow], flatcake.StoreStats]:
+    """Serve every turn of every session, interleaved; returns the turns, and what the store says of itself."""
     script = Script(options.sessions, options.turns, vocab=model.size.vocab, seed=options.seed)
     rows: list[TurnRow] = []
     with _server(options, model, script, "serve", "full", open_store) as server:
@@ -104,17 +129,7 @@ def play(options: Options, advance: Advance, open_store: OpenStore = flatcake.op
             for session in script.order():
                 rows.append(server.serve(session))
                 advance()
-        stats = server.store.stats()
-    unverified = _control(options, model, "off", advance)
-    verified = _control(options, model, "full", advance)
-    return Summary(
-        rows=rows,
-        control=[judge(medium, unverified[medium], verified[medium]) for medium in Medium],
-        device=str(device),
-        dtype=options.dtype,
-        io_path={name: medium.io_path for name, medium in stats.media.items()},
-        io_reason=stats.io_reason,
-    )
+        return rows, server.store.stats()
 
 
 def _control(options: Options, model: Model, verify: Literal["full", "off"], advance: Advance) -> dict[Medium, Flipped]:
@@ -133,7 +148,8 @@ def _server(
     options: Options, model: Model, script: Script, name: str, verify: Literal["full", "off"], open_store: OpenStore
 ) -> Server:
     """A server whose store has a directory, sizes and placement of its own."""
-    config = from_mapping({**options.settings, "directories": [f"{options.directory}/{name}"], "device": options.device})
+    places = {"directories": [f"{options.directory}/{name}"], "device": options.device}
+    config = from_mapping({**options.settings, **places})
     layers, heads, width = model.size.kv_shape
     token_bytes = 2 * layers * heads * width * model.dtype.itemsize
     size_bytes = 2 * token_bytes * script.context_tokens_max * len(script.sessions)
@@ -156,9 +172,9 @@ def _server(
 
 
 def _device_name(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if cuda_is_available() else "cpu"
+    """The device that is meant; raises where the name is wrong or there is no such device."""
+    from_mapping({"device": name, "capacity": {"ssd_bytes_max": 0}})
+    return open_device(name, Files()).name
 
 
 @contextmanager

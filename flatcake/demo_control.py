@@ -21,7 +21,8 @@ from flatcake.store import Store
 TURNS_BEFORE = 2
 """Turns of each session before its bytes are flipped: from its second on a chat is in DRAM."""
 TURNS = TURNS_BEFORE + 1
-FLIP = 0xFF
+FLIP = 0x80
+"""The top bit of every byte: signs and exponents change, and no number stops being one."""
 WAIT_S = 10.0
 
 
@@ -46,7 +47,10 @@ def flip_and_serve(server: Server, directory: str) -> Iterator[tuple[Medium, Fli
     before = [server.serve(session) for _ in range(TURNS_BEFORE) for session in reversed(sessions.values())]
     was_ok = all(row.ok for row in before)
     for medium, session in sessions.items():
-        block, offset_bytes = _last_block(server.store, session, medium)
+        found = _last_block(server.store, session, medium)
+        if found is None:
+            continue
+        block, offset_bytes = found
         size_bytes = server.store.geometry.piece_bytes(0)
         if medium is Medium.SSD:
             _flip_file(server.store, directory, offset_bytes, size_bytes)
@@ -55,15 +59,17 @@ def flip_and_serve(server: Server, directory: str) -> Iterator[tuple[Medium, Fli
         yield medium, Flipped(server.serve(session), block * server.store.geometry.block_tokens, was_ok)
 
 
-def judge(medium: Medium, unverified: Flipped, verified: Flipped) -> ControlRow:
-    """What the two runs say of one medium."""
+def judge(medium: Medium, unverified: Flipped | None, verified: Flipped | None) -> ControlRow:
+    """What the two runs say of one medium; None where nothing was stored there to be flipped."""
+    if unverified is None or verified is None:
+        return ControlRow(medium=medium.name.lower(), caught=False, refused=False, caught_diff=0.0)
     wrong, right = unverified.row, verified.row
     delivered = unverified.was_ok and wrong.restored_tokens == wrong.expected_tokens
-    refused = verified.was_ok and right.restored_tokens == verified.good_tokens and bool(right.reason) and right.comparison.ok
+    stopped = verified.was_ok and right.restored_tokens == verified.good_tokens and bool(right.reason)
     return ControlRow(
         medium=medium.name.lower(),
         caught=delivered and not wrong.comparison.ok,
-        refused=refused,
+        refused=stopped and right.comparison.ok,
         caught_diff=wrong.comparison.logit_diff,
     )
 
@@ -72,11 +78,11 @@ def _first(server: Server, kind: str) -> Session:
     return next(session for session in server.script.sessions if session.kind.name == kind)
 
 
-def _last_block(store: Store, session: Session, medium: Medium) -> tuple[int, int]:
-    """The session's last stored block on a medium, and where its piece of layer 0 lies there."""
+def _last_block(store: Store, session: Session, medium: Medium) -> tuple[int, int] | None:
+    """The session's last stored block on a medium, and where its piece of layer 0 lies there; None if it has none."""
     places = [decode(int(gva)) for gva in store.match(session.stored).hit.gvas]
-    block = max(at for at, place in enumerate(places) if place.medium is medium)
-    return block, places[block].offset_bytes
+    blocks = [(at, place.offset_bytes) for at, place in enumerate(places) if place.medium is medium]
+    return blocks[-1] if blocks else None
 
 
 def _flip_file(store: Store, directory: str, offset_bytes: int, size_bytes: int) -> None:

@@ -96,7 +96,9 @@ def load_transformers() -> Any:
     """
     try:
         import transformers
-        from transformers.cache_utils import DynamicLayer as _
+        import transformers.cache_utils
     except ImportError as error:
         raise DeviceError(f"the demo needs transformers ({error}); pip install 'flatcake[demo]'") from None
+    if not hasattr(transformers.cache_utils, "DynamicLayer"):
+        raise DeviceError(f"transformers {transformers.__version__} is too old; pip install 'flatcake[demo]'")
     return transformers

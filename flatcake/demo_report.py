@@ -10,10 +10,20 @@ from dataclasses import asdict, dataclass
 
 from flatcake.units import format_bytes
 
+HEAD: tuple[str, ...] = (
+    *("session", "turn", "prompt", "restored", "dram", "ssd", "reads", "bytes", "amplification"),
+    *("restored ms", "recomputed ms", "max diff", "verdict"),
+)
+"""Of the table.  Tokens; read commands over all layers; milliseconds to the first token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Logits of the restored path beside those of a full recompute."""
+    """Logits of the restored path beside those of a full recompute.
+
+    Keys know their positions and attention is a sum over tokens, so pages that are exchanged within one prefix do
+    not show here; everything else does.
+    """
 
     logit_diff: float
     """Largest difference; infinite where one of them is no number."""
@@ -78,7 +88,7 @@ class ControlRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A whole run."""
+    """A whole run; its control is left out when the comparison has failed already."""
 
     rows: Sequence[TurnRow]
     control: Sequence[ControlRow]
@@ -103,11 +113,11 @@ class Summary:
 
     @property
     def control_caught(self) -> bool:
-        return all(row.caught for row in self.control)
+        return bool(self.control) and all(row.caught for row in self.control)
 
     @property
     def control_refused(self) -> bool:
-        return all(row.refused for row in self.control)
+        return bool(self.control) and all(row.refused for row in self.control)
 
     @property
     def faults(self) -> list[str]:
@@ -115,7 +125,9 @@ class Summary:
         faults = [f"{row.session} turn {row.turn}: {_fault(row)}" for row in self.rows if not row.ok]
         faults += [f"nothing was restored from {name}" for name, tokens in self.media.items() if not tokens]
         faults += [f"control: flipped bytes on {row.medium} went unnoticed" for row in self.control if not row.caught]
-        faults += [f"control: {row.medium} delivered flipped bytes" for row in self.control if not row.refused]
+        faults += [
+            f"control: flipped bytes on {row.medium} were not refused" for row in self.control if not row.refused
+        ]
         return faults
 
 
@@ -153,14 +165,9 @@ def format_json(summary: Summary) -> str:
 
 def format_table(summary: Summary) -> str:
     """The run as text: a line a turn, the control, and the verdict."""
-    head = ("session", "turn", "prompt", "restored", "dram", "ssd", "reads", "bytes", "amplif.")
-    head += ("restored ms", "recomputed ms", "max diff", "")
-    lines = [head, *(_cells(row) for row in summary.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    text = [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
+    lines = [HEAD, *(_cells(row) for row in summary.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
     saved = sum(row.recomputed_ms - row.restored_ms for row in summary.rows if row.restored_tokens)
     media = ", ".join(f"{tokens} from {name} by {summary.io_path[name]}" for name, tokens in summary.media.items())
     text += ["", f"{summary.tokens_restored} tokens restored: {media}; {saved:.0f} ms of recomputation saved."]
@@ -192,8 +199,10 @@ def _cells(row: TurnRow) -> tuple[str, ...]:
 
 def _fault(row: TurnRow) -> str:
     if not row.comparison.ok:
-        told = "" if row.comparison.same_tokens else ", other tokens"
-        return f"logits differ by {row.comparison.logit_diff:.3g}, at most {row.comparison.tolerance:.3g} expected{told}"
+        told = "the same tokens" if row.comparison.same_tokens else "other tokens"
+        return (
+            f"logits differ by {row.comparison.logit_diff:.3g}, {row.comparison.tolerance:.3g} at most expected; {told}"
+        )
     return f"{row.restored_tokens} tokens restored, {row.expected_tokens} expected; {row.reason or 'no reason given'}"
 
 

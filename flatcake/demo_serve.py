@@ -21,13 +21,13 @@ from flatcake.keys import Identity
 from flatcake.messages import Int64Array
 from flatcake.placement import Turn
 from flatcake.store import Store
-from flatcake.units import MS, SECOND
+from flatcake.units import MS
 
 PAGE_TOKENS = 16
 BLOCK_TOKENS = 32
 SPARE_PAGES = 2
 """The page memory is so many times what a turn needs, so that pages change from turn to turn."""
-SAVE_WAIT_S = 60.0
+SAVE_WAIT_S = 20.0
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference of logits that is rounding, as a share of the largest logit."""
@@ -158,7 +158,7 @@ class Server:
         """Store the session's KV; returns why not all of it."""
         turn = Turn(index=session.turn, prior_reply_tokens=session.prior_reply_tokens)
         done = self.store.save(session.name, session.stored, table, turn).result(SAVE_WAIT_S)
-        return done.reason if done is not None else f"save took longer than {SAVE_WAIT_S} s"
+        return done.reason if done is not None else f"the save took longer than {SAVE_WAIT_S} s"
 
 
 def _media(match: flatcake.Match, blocks: int) -> dict[Medium, int]:

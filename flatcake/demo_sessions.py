@@ -23,7 +23,7 @@ class Kind:
     """Tokens of each later question."""
 
 
-AGENT = Kind("agent", 512, 256)
+AGENT = Kind("agent", 768, 128)
 CHAT = Kind("chat", 40, 40)
 SUB_AGENT = Kind("sub-agent", 72, 72)
 KINDS = (AGENT, CHAT, SUB_AGENT, CHAT)

@@ -46,9 +46,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("loop", "assemble"),
     # The package's own `__init__`, which re-exports public names; what follows uses them as a stranger would.
     ("",),
-    ("demo_model", "demo_report", "doctor_facts", "doctor_blocks"),
-    ("doctor_machine", "doctor_gpu", "doctor_direct", "doctor_bench", "doctor_advice"),
-    ("doctor_measure", "doctor_report"),
+    ("demo_pages", "demo_sessions", "demo_report", "doctor_facts", "doctor_blocks"),
+    ("demo_model", "doctor_machine", "doctor_gpu", "doctor_direct", "doctor_bench", "doctor_advice"),
+    ("demo_serve", "doctor_measure", "doctor_report"),
+    ("demo_control",),
     ("doctor", "demo"),
     ("cli",),
     ("__main__",),
@@ -58,7 +59,7 @@ LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {
     *("errors", "units", "fields", "gva", "geometry", "config", "keys", "messages", "placement", "layout", "index"),
     *("extents", "scopes", "space", "ledger", "prefix", "reserve", "catalog", "io.plan", "io.tiles"),
-    *("doctor_facts", "doctor_blocks", "doctor_advice", "doctor_report"),
+    *("doctor_facts", "doctor_blocks", "doctor_advice", "doctor_report", "demo_sessions", "demo_report"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
 """No GPU package, file, thread or clock: time comes in as `now_ns`."""
@@ -77,6 +78,7 @@ OUTSIDE = {
     "doctor_gpu": "reads /proc to say which drivers are loaded",
     "doctor_measure": "makes a directory to measure in and removes it",
     "demo": "makes a directory for its store and removes it",
+    "demo_control": "flips bytes in a pool file behind the store's back",
 }
 """Modules beside the seam that may touch files, and why; a device, never."""
 FILE_NAMES = {
