@@ -8,10 +8,10 @@ Read path:  index -> sched -> plan -> [arena] -> window -> kernels.scatter
 import errno
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flatcake.errors import CapacityError
-from flatcake.io.device import Device, Event, Stream
+from flatcake.io.device import PIN_CHUNK_BYTES, Device, Event, Stream
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import ByteArray, Files
 from flatcake.units import format_bytes
@@ -143,10 +143,10 @@ class ArenaEngine:
         try:
             for _, offset_bytes, size_bytes, buffer_offset in batch:
                 fits_bytes = max(0, min(size_bytes, self._arena.size_bytes - offset_bytes))
-                if fits_bytes:
-                    here, there = base + buffer_offset, arena + offset_bytes
+                for start, end in _pinned_spans(offset_bytes, offset_bytes + fits_bytes):
+                    here, there = base + buffer_offset + start - offset_bytes, arena + start
                     target, source = (here, there) if is_read else (there, here)
-                    self._device.copy(target, source, fits_bytes, stream)
+                    self._device.copy(target, source, end - start, stream)
                 results.append(Result(fits_bytes, 0 if fits_bytes == size_bytes else errno.EIO))
             return results, self._device.record(stream)
         except RuntimeError as error:  # A device that has failed; its error stays until the process ends.
@@ -166,3 +166,11 @@ class ArenaEngine:
             settled()
         else:
             self._when(event, settled)
+
+
+def _pinned_spans(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut a range where one pinned chunk ends and the next begins: no copy may cross that."""
+    while start < end:
+        stop = min(end, (start // PIN_CHUNK_BYTES + 1) * PIN_CHUNK_BYTES)
+        yield start, stop
+        start = stop

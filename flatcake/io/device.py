@@ -6,7 +6,6 @@ at once, so its events are done when they are made.
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -145,7 +144,7 @@ class CudaDevice:
 
     def new_stream(self) -> Stream:
         # Torch's own streams are never destroyed: its allocators still name them when a tensor is collected.
-        return torch.cuda.Stream(self._torch)
+        return torch.cuda.Stream(self._torch)  # type: ignore[no-untyped-call]
 
     def stream_of(self, stream: object) -> Stream:
         if stream is None:
@@ -157,10 +156,8 @@ class CudaDevice:
             raise DeviceError(f"stream {stream!r}: expected a torch or CuPy stream, or its pointer")
         return self._external(pointer)
 
-    @contextlib.contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        with torch.cuda.stream(stream):
-            yield
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(stream)
 
     def record(self, stream: Stream) -> Event:
         event = self._cuda.Event(disable_timing=True)

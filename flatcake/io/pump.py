@@ -9,8 +9,8 @@ import itertools
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from flatcake.clock import Clock
 from flatcake.io.device import Device, Event
@@ -32,7 +32,8 @@ class Pump:
         self._queue: queue.SimpleQueue[Handler | None] = queue.SimpleQueue()
         self._timers: list[tuple[int, int, Handler]] = []
         self._numbers = itertools.count()
-        self._watched: list[tuple[Event, Handler]] = []
+        self._watched: dict[int, deque[tuple[Event, Handler]]] = {}
+        """By line: events of one line come one after another, so only the first of each is asked for."""
         self.on_failure: Handler = _nothing
         """Called on the pump's thread when a handler has raised; set it before the first `post`."""
         self._thread = threading.Thread(target=self._run, name="flatcake-pump", daemon=True)
@@ -46,12 +47,22 @@ class Pump:
         """Run `handler` at a time of the clock, or soon after.  From any thread."""
         self.post(lambda: heapq.heappush(self._timers, (when_ns, next(self._numbers), handler)))
 
-    def when(self, event: Event, handler: Handler) -> None:
-        """Run `handler` once the device has reached `event`: now if it has.  On the pump's thread only."""
-        if event.done():
+    def when(self, event: Event, handler: Handler, line: object = None) -> None:
+        """Run `handler` once the device has reached `event`: now if it has.  On the pump's thread only.
+
+        Args:
+            event: Of one of the device's streams.
+            handler: What to run.
+            line: Whose events are reached in the order of these calls, since they are of one stream; None for
+                an event of its own.
+        """
+        number = id(event if line is None else line)
+        if number in self._watched:
+            self._watched[number].append((event, handler))
+        elif event.done():
             handler()
         else:
-            self._watched.append((event, handler))
+            self._watched[number] = deque([(event, handler)])
 
     def on_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -88,11 +99,11 @@ class Pump:
             self._call(heapq.heappop(self._timers)[2])
 
     def _fire_events(self) -> None:
-        if not self._watched:
-            return
-        watched, self._watched = self._watched, []
-        for event, handler in watched:
-            self._call(partial(self.when, event, handler))
+        for number, waiting in list(self._watched.items()):
+            while waiting and waiting[0][0].done():
+                self._call(waiting.popleft()[1])
+            if not waiting:
+                del self._watched[number]
 
     def _call(self, handler: Handler) -> None:
         try:

@@ -1,25 +1,21 @@
-"""The pump's side of a restore: tiles through slots, records, verdicts, and the report at the end.
+"""The pump's side of a restore: tiles through slots, and the report at the end.
 
 Everything here runs on the pump's thread and never blocks.  The order of a tile: a free slot, its reads, all
-results checked, then under the restore's guard the scatter and its event, then the verdict, then the slot is
-free again.
+results checked, then under the restore's guard the scatter and its event; after that event the slot is free
+again.  Verdicts are `io.judging`'s.
 """
 
 from collections.abc import Callable
 
-import numpy as np
-
 from flatcake.io.device import Event, Stream
 from flatcake.io.engine import Buffer, Result
+from flatcake.io.judging import Judging, layer_tiles
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
-from flatcake.io.records import ExtentRef, Record, extents_of
 from flatcake.io.restore import Restore
 from flatcake.io.tilebatch import TileMover, bad_pieces
 from flatcake.io.tilecopy import TileCopy
-from flatcake.io.verdict import expected_sums, failed_blocks
-from flatcake.kernels.checksum import Sums
-from flatcake.messages import BASE, MEDIUM, Completion, Int64Array, block_column
+from flatcake.messages import MEDIUM, Completion, Int64Array, block_column
 from flatcake.trace import span
 
 
@@ -32,17 +28,13 @@ class Reading:
         self._next_tile = 0
         self._in_flight = 0
         self._waits_for_slot = False
-        self._waits_for_records = 0
-        self._records: dict[ExtentRef, Record] = {}
-        self._expected: Sums | None = None
-        self._unjudged: list[tuple[int, list[int]]] = []
         self._has_started = False
         self.is_over = False
-        layers = np.arange(parts.lanes.layer_count)[:, None]
-        inside = (self._tiles.tile_first_layer <= layers) & (layers <= self._tiles.tile_last_layer)
-        self._unread: Int64Array = inside.sum(axis=1)
+        self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
+        self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
+        self._unread = layer_tiles(work, parts.lanes.layer_count)
         """Per layer: tiles that are not scattered yet."""
-        self._unverified = self._unread.copy()
+        self._judging = Judging(parts, restore, work, self.end_if_idle)
         self._stream: Stream = None
         self._copy: TileCopy
         self._mover: TileMover
@@ -56,13 +48,7 @@ class Reading:
         self._mover = TileMover(parts, self._tiles, self._stream, write=False)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(self._tiles, self._pieces, pages, self._stream, sums=parts.verify)
-        for ref in extents_of(self._plan.runs):
-            if parts.book.is_stale(ref):
-                self._fail_extent(ref, "stale plan")
-            elif parts.verify:
-                self._want_record(ref)
-        if parts.verify and not self._waits_for_records:
-            self._judge_all()
+        self._judging.start(self._copy, self._stream)
         self._advance()
 
     def drop(self, reason: str) -> None:
@@ -74,12 +60,10 @@ class Reading:
         """End when every tile is through, or was given up and nothing is in flight."""
         dropped = bool(self._restore.dropped)
         unstarted = not dropped and self._next_tile < self._tiles.tiles
-        unjudged = self._waits_for_records or (self._unjudged and not dropped)
-        if self.is_over or self._in_flight or unstarted or unjudged:
+        if self.is_over or self._in_flight or unstarted or not self._judging.is_idle:
             return
         self.is_over = True
-        for record in self._records.values():
-            self._parts.book.let_go(record)
+        self._judging.end()
         if self._has_started:
             self._parts.restores_active -= 1
             self._parts.streams.append(self._stream)
@@ -135,7 +119,7 @@ class Reading:
             block = int(self._pieces.table[bad, 1].min())
             self._restore.note_bad(block, f"read failed (errno {error})")
         event = self._scatter(tile, slot, bad)
-        self._parts.pump.when(event, lambda: self._on_scattered(tile, slot, bad))
+        self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
 
     def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event:
         """Queue a tile's scatter, unless the pages have gone back to the caller.
@@ -143,79 +127,23 @@ class Reading:
         Returns:
             An event after which the slot is unused: a read from DRAM may itself still be in the stream.
         """
-        restore, tiles = self._restore, self._tiles
+        restore = self._restore
         with restore.guard:
             if restore.dropped:
                 return self._parts.device.record(self._stream)
             with span("restore.scatter", size_bytes=len(slot.tensor)):
                 self._copy.scatter(tile, slot, bad)
             event = restore.last_event = self._parts.device.record(self._stream)
-            layers = range(int(tiles.tile_first_layer[tile]), int(tiles.tile_last_layer[tile]) + 1)
-            self._unread[layers.start : layers.stop] -= 1
-            for layer in layers:
+            completes = False
+            for layer in range(self._first_layer[tile], self._last_layer[tile] + 1):
+                self._unread[layer] -= 1
                 if not self._unread[layer]:
                     restore.note_layer(layer, event)
+                    completes = True
+            self._judging.note_scattered(tile, bad, fetch=completes)
             return event
 
-    def _on_scattered(self, tile: int, slot: Buffer, bad: list[int]) -> None:
-        if self._parts.verify and not self._restore.dropped:
-            if self._expected is None:
-                self._unjudged.append((tile, bad))
-            else:
-                self._judge(tile, bad)
-        self._give_back(slot)
-
-    def _give_back(self, slot: Buffer) -> None:
+    def _on_scattered(self, slot: Buffer) -> None:
         self._in_flight -= 1
         self._parts.window.give_back(slot)
         self._advance()
-
-    # -- records and verdicts ---------------------------------------------------------------------------
-
-    def _want_record(self, ref: ExtentRef) -> None:
-        record = self._parts.book.find(ref)
-        if record is not None:
-            self._records[ref] = self._parts.book.hold(record)
-            return
-        self._waits_for_records += 1
-        self._parts.load_record(ref, lambda found: self._on_record(ref, found))
-
-    def _on_record(self, ref: ExtentRef, record: Record | None) -> None:
-        self._waits_for_records -= 1
-        if record is None:
-            self._fail_extent(ref, "no valid checksum record")
-        else:
-            self._records[ref] = self._parts.book.hold(record)
-        if not self._waits_for_records:
-            self._judge_all()
-            self.end_if_idle()
-
-    def _judge_all(self) -> None:
-        self._expected = expected_sums(self._plan, self._pieces, self._records, self._parts.lanes.layer_count)
-        waiting, self._unjudged = self._unjudged, []
-        for tile, bad in waiting:
-            self._judge(tile, bad)
-
-    def _judge(self, tile: int, bad: list[int]) -> None:
-        assert self._expected is not None
-        first, end = int(self._pieces.tile_pieces[tile]), int(self._pieces.tile_pieces[tile + 1])
-        kept = np.ones(end - first, np.bool_)
-        kept[np.array(bad, np.int64) - first] = False
-        rows = np.flatnonzero(kept) + first
-        table, seeds = self._pieces.table[rows], self._pieces.seeds[rows]
-        sums = self._copy.sums(tile)[kept]
-        failed = failed_blocks(sums, self._expected[rows], seeds, table, self._parts.payload_bytes)
-        if len(failed):
-            self._parts.counts["blocks_failed_checksum"] += len(failed)
-            self._restore.note_bad(int(failed[0]), "checksum")
-        layers = slice(int(self._tiles.tile_first_layer[tile]), int(self._tiles.tile_last_layer[tile]) + 1)
-        self._unverified[layers] -= 1
-        for layer in range(layers.start, layers.stop):
-            if not self._unverified[layer]:
-                self._restore.note_verified(layer)
-
-    def _fail_extent(self, ref: ExtentRef, reason: str) -> None:
-        places = block_column(self._plan, MEDIUM), block_column(self._plan, BASE)
-        blocks = np.flatnonzero((places[0] == ref.medium) & (places[1] == ref.base_bytes))
-        if len(blocks):
-            self._restore.note_bad(int(blocks[0]), reason)

@@ -98,6 +98,7 @@ class RecordBook:
         if record is None or record.ref != ref:
             return None
         self._records.move_to_end((ref.medium, ref.base_bytes))
+        self._trim()
         return record
 
     def is_stale(self, ref: ExtentRef) -> bool:
@@ -127,10 +128,12 @@ class RecordBook:
         return start, end - start
 
     def check(self) -> None:
-        """Assert that sizes add up and stay in their bound, apart from records in use."""
+        """Assert that sizes add up and stay in their bound, apart from records in use and the newest one."""
         assert self.size_bytes == sum(record.raw.nbytes for record in self._records.values())
-        held = sum(record.raw.nbytes for record in self._records.values() if record.users)
-        assert self.size_bytes <= max(self._bytes_max, held)
+        newest = next(reversed(self._records), None)
+        for key, record in self._records.items():
+            assert record.users >= 0 and key == (record.ref.medium, record.ref.base_bytes)
+            assert record.users or key == newest or self.size_bytes <= self._bytes_max
 
     def _header(self, ref: ExtentRef) -> tuple[object, ...]:
         layers = self._lanes.layer_count

@@ -1,7 +1,7 @@
 """How the window is cut, by a rule.
 
-Pure.  A slot holds at least one piece.  On a GPU slots are 16 MiB, enough that a tile's reads keep every I/O
-thread busy; on the host 4 MiB, so that a slot is still in the CPU's cache when it is scattered.
+Pure.  A slot holds at least one piece.  On a GPU slots are 24 MiB: at PCIe's rate that is half a
+millisecond, more than Python needs for a tile; on the host 4 MiB, so that a slot is still in the CPU's cache when it is scattered.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from flatcake.errors import ConfigError
 from flatcake.layout import LaneTable
 from flatcake.units import DIRECT_BYTES, MiB, align_up
 
-GPU_SLOT_BYTES = 16 * MiB
+GPU_SLOT_BYTES = 24 * MiB
 HOST_SLOT_BYTES = 4 * MiB
 HOST_SLOTS = 8
 

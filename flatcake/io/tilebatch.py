@@ -23,14 +23,15 @@ class TileMover:
     """Moves the tiles of one plan between the media and slots, all in one direction."""
 
     def __init__(self, parts: Parts, tiles: TilePlan, stream: Stream, *, write: bool) -> None:
-        self._parts, self._tiles, self._stream = parts, tiles, stream
+        self._parts, self._stream = parts, stream
+        self._rows: list[list[int]] = tiles.reads.tolist()
+        self._bounds: list[int] = tiles.tile_reads.tolist()
         self._write = write
         self._verb = "write" if write else "read"
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
         """Start all transfers of a tile; `answer` comes on the pump's thread with a result for each read."""
-        first, last = self._tiles.tile_reads[tile : tile + 2].tolist()
-        rows = self._tiles.reads[first:last].tolist()
+        rows = self._rows[self._bounds[tile] : self._bounds[tile + 1]]
         results = [Result(0, 0)] * len(rows)
         media = sorted({row[0] for row in rows})
         waiting = len(media)

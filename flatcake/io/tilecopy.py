@@ -34,8 +34,12 @@ class TileCopy(Protocol):
     def gather(self, tile: int, slot: Buffer) -> None:
         """Queue the copy of a tile's pages into the slot."""
 
-    def sums(self, tile: int) -> Sums:
-        """Unfinished checksums of a tile's pieces, once the device has done its copy."""
+    def fetch_sums(self, tiles: Sequence[int]) -> None:
+        """Queue the way to the host of the checksums of tiles whose copies are queued."""
+
+    @property
+    def sums(self) -> Sums:
+        """uint32 [pieces of the plan]: unfinished checksums, valid where they have been fetched."""
 
 
 class Copier(Protocol):
@@ -68,9 +72,13 @@ class _HostCopy:
         gather_segments(_host_bytes(slot), self._segments(tile, ()), self._pages, self._host)
         self._sum(tile, slot)
 
-    def sums(self, tile: int) -> Sums:
+    def fetch_sums(self, tiles: Sequence[int]) -> None:
+        return None
+
+    @property
+    def sums(self) -> Sums:
         assert self._sums is not None
-        return self._sums[self._rows(tile)]
+        return self._sums
 
     def _sum(self, tile: int, slot: Buffer) -> None:
         if self._sums is not None:
@@ -130,9 +138,17 @@ class _GpuCopy:
     def gather(self, tile: int, slot: Buffer) -> None:
         self._launch(gather_pieces, slot, self._bounds[tile], self._bounds[tile + 1])
 
-    def sums(self, tile: int) -> Sums:
+    def fetch_sums(self, tiles: Sequence[int]) -> None:
+        if self._sums is None or self._host_sums is None:
+            return
+        first, last = self._bounds[min(tiles)], self._bounds[max(tiles) + 1]  # Others among them: copied again later.
+        with self._copier.device.use(self._stream):
+            self._host_sums[first:last].copy_(self._sums[first:last], non_blocking=True)
+
+    @property
+    def sums(self) -> Sums:
         assert self._host_sums is not None
-        return self._host_sums[self._bounds[tile] : self._bounds[tile + 1]].numpy().view(np.uint32)
+        return self._host_sums.numpy().view(np.uint32)
 
     def _launch(self, kernel: Callable[..., None], slot: Buffer, first: int, last: int) -> None:
         with self._copier.device.use(self._stream):
@@ -147,8 +163,6 @@ class _GpuCopy:
                 seeds=seeds,
                 programs_max=self._copier.programs_max,
             )
-            if sums is not None and self._host_sums is not None:
-                self._host_sums[first:last].copy_(sums, non_blocking=True)
 
 
 def _host_bytes(slot: Buffer) -> ByteArray:

@@ -8,6 +8,7 @@ follows when nothing is in flight any more.
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from flatcake.io.device import DoneEvent, Event, Stream
 from flatcake.io.engine import Buffer, Result
@@ -37,7 +38,8 @@ class Writing:
         self._is_over = False
         self._bad_block: int | None = None
         self._reason = ""
-        self._sums = np.zeros((len(work.plan.keys), parts.lanes.layer_count), np.uint64)
+        self._fetched: Event = DoneEvent()
+        """After it, the checksums of all pieces are on the host."""
         self._has_started = False
         self._stream: Stream = None
         self._copy: TileCopy
@@ -96,7 +98,7 @@ class Writing:
             self._end()
         elif self._next_tile == self._work.tiles.tiles:
             self._is_recording = True
-            self._recording.start(self._sums)
+            self._parts.pump.when(self._fetched, lambda: self._recording.start(self._sums()))
 
     def _on_slot(self) -> None:
         self._waits_for_slot = False
@@ -111,14 +113,12 @@ class Writing:
         event = self._last_gather = self._parts.device.record(self._stream)
         if self._next_tile == self._work.tiles.tiles:
             self._save.note_reusable(event)
-        self._parts.pump.when(event, lambda: self._on_gathered(tile, slot))
+            if self._parts.verify:
+                self._copy.fetch_sums(range(self._next_tile))
+            self._fetched = self._parts.device.record(self._stream)
+        self._parts.pump.when(event, lambda: self._on_gathered(tile, slot), self)
 
     def _on_gathered(self, tile: int, slot: Buffer) -> None:
-        if self._parts.verify:
-            first, end = self._work.pieces.tile_pieces[tile : tile + 2].tolist()
-            table, seeds = self._work.pieces.table[first:end], self._work.pieces.seeds[first:end]
-            sizes = np.asarray(self._parts.payload_bytes)[table[:, 2]]
-            self._sums[table[:, 1], table[:, 2]] = finish(self._copy.sums(tile), sizes, seeds)
         self._mover.move(tile, slot, lambda results: self._on_written(tile, slot, results))
 
     def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
@@ -129,6 +129,15 @@ class Writing:
         self._in_flight -= 1
         self._parts.save_window.give_back(slot)
         self._advance()
+
+    def _sums(self) -> npt.NDArray[np.uint64]:
+        """uint64 [blocks of the request, layers]: the finished checksums; 0 where they are off."""
+        pieces = self._work.pieces
+        sums = np.zeros((len(self._work.plan.keys), self._parts.lanes.layer_count), np.uint64)
+        if self._parts.verify:
+            sizes = np.asarray(self._parts.payload_bytes)[pieces.table[:, 2]]
+            sums[pieces.table[:, 1], pieces.table[:, 2]] = finish(self._copy.sums, sizes, pieces.seeds)
+        return sums
 
     # -- the end ----------------------------------------------------------------------------------------
 
