@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from flatcake.doctor_blocks import PADDING_MAX, best_block, padding
-from flatcake.doctor_facts import Facts, GpuFacts, MemoryFacts, PlaceFacts
+from flatcake.doctor_facts import DiskFacts, Facts, GpuFacts, MemoryFacts, PlaceFacts, RestoreFacts
 from flatcake.units import DIRECT_BYTES, MiB, format_bytes
 
 Severity = Literal["unusable", "problem", "note"]
@@ -206,12 +206,13 @@ def _on_gpu(facts: Facts) -> Iterator[Finding]:
         return
     if wanted == "cpu":
         return
+    extra = "cuda12" if (gpu.cuda_build or "").startswith("12") else "cuda13"
     if not gpu.kvikio_loads:
         yield Finding(
             "problem",
             "kvikio",
             f"{gpu.kvikio}; reads are staged in host memory by Python threads",
-            f"pip install 'flatcake[{_extra(gpu)}]'",
+            f"pip install 'flatcake[{extra}]'",
         )
     if not gpu.nvidia_fs:
         yield Finding(
@@ -236,10 +237,6 @@ def _gpu_remedy(gpu: GpuFacts) -> str:
     return "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
 
 
-def _extra(gpu: GpuFacts) -> str:
-    return "cuda12" if (gpu.cuda_build or "").startswith("12") else "cuda13"
-
-
 def _on_measured(facts: Facts) -> Iterator[Finding]:
     for miss in facts.misses:
         if miss.probe in _GRAVE:
@@ -258,14 +255,8 @@ def _on_measured(facts: Facts) -> Iterator[Finding]:
     if not restore.right:
         text = "bytes that came back differ from those that were saved, and the checksums passed them"
         yield Finding("unusable", "restore", text, "do not use this store; report it with the output of --json")
-    if facts.disk and restore.memory_bytes_s and restore.memory_bytes_s * LIMITS_FACTOR < facts.disk.read_bytes_s:
-        yield Finding(
-            "note",
-            "processor",
-            f"copies and checksums run at {restore.memory_bytes_s / 1e9:.2f} GB/s, the disk at "
-            f"{facts.disk.read_bytes_s / 1e9:.2f}: restores are held back",
-            "give the process more or faster cores; io.verify off is quicker, and lets bit errors through",
-        )
+    if facts.disk is not None and facts.engine is not None and facts.engine.device == "cpu":
+        yield from _on_processor(facts.disk, restore)
     if restore.ratio > RATIO_LIMIT:
         yield Finding(
             "problem",
@@ -279,6 +270,18 @@ def _on_measured(facts: Facts) -> Iterator[Finding]:
             "restore",
             f"takes {restore.ratio:.2f} times what disk and processor need alone: their speed varies, or a cache helps",
             "run this again with a larger --size, on an idle disk",
+        )
+
+
+def _on_processor(disk: DiskFacts, restore: RestoreFacts) -> Iterator[Finding]:
+    rate = restore.memory_bytes_s
+    if rate is not None and rate * LIMITS_FACTOR < disk.read_bytes_s:
+        yield Finding(
+            "note",
+            "processor",
+            f"copies and checksums run at {rate / 1e9:.2f} GB/s, the disk at {disk.read_bytes_s / 1e9:.2f}: "
+            "restores are held back",
+            "give the process more or faster cores; io.verify off is quicker, and lets bit errors through",
         )
 
 

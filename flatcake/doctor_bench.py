@@ -33,8 +33,8 @@ from flatcake.units import SECOND, KiB, MiB, align_up
 LAYERS, BLOCK_TOKENS, PAGE_TOKENS = 8, 256, 16
 PAGE_SHAPE = (2, PAGE_TOKENS, 8, 128)
 """K and V of 8 heads of 128 values, 2 bytes each: 64 KiB a page, 1 MiB a piece, 8 MiB a block."""
-MEMORY_BLOCKS = 16
-"""At most so many are restored from memory."""
+MEMORY_BLOCKS = 64
+"""At most so many, 512 MiB, are restored from memory."""
 SWEEP_NS_MAX = 2 * SECOND
 WAIT_NS = 10 * SECOND
 

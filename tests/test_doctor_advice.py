@@ -86,6 +86,9 @@ RESTORE = RestoreFacts(
     measured_ns=110_000_000,
     right=True,
 )
+ENGINE = EngineFacts(
+    device="cpu", name="posix", reason="posix: there is no GPU", slots=8, save_slots=2, slot_bytes=4 * MiB
+)
 GOOD = Facts(
     config=StoreConfig(directories=("/kv",)),
     system=SYSTEM,
@@ -93,9 +96,7 @@ GOOD = Facts(
     place=PLACE,
     gpu=NO_GPU,
     direct=DirectFacts(works=True, align_bytes=512),
-    engine=EngineFacts(
-        device="cpu", name="posix", reason="posix: there is no GPU", slots=8, save_slots=2, slot_bytes=4 * MiB
-    ),
+    engine=ENGINE,
     disk=DiskFacts(size_bytes=256 * MiB, write_bytes_s=2e9, read_bytes_s=3e9),
     restore=RESTORE,
 )
@@ -183,6 +184,7 @@ def test_each_fault_gives_its_finding_and_no_other(facts: Facts, expected: tuple
         changed("restore", measured_ns=200_000_000),
         changed("restore", measured_ns=50_000_000),
         changed("restore", memory_bytes_s=None),
+        replace(changed("restore", memory_bytes_s=2e9), engine=replace(ENGINE, device="cuda:0")),
         changed("restore", memory_bytes_s=2.5e9),
         changed("place", free_bytes=None),
         changed("place", free_bytes=9 * GiB),
