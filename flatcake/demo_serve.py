@@ -50,6 +50,7 @@ class Server:
 
     def __init__(self, model: Model, script: Script, config: StoreConfig, open_store: OpenStore, *, seed: int) -> None:
         self._model, self.script = model, script
+        self._threads = torch.get_num_threads()
         tokens = script.context_tokens_max * SPARE_PAGES
         self._memory = PagedMemory(
             model.size.kv_shape,
@@ -69,9 +70,12 @@ class Server:
         self.store = open_store(config, identity, self._memory.describe())
 
     def __enter__(self) -> "Server":
+        """Leave half of the cores to the store: torch's threads spin, and are slow where others want to run."""
+        torch.set_num_threads(max(1, self._threads // 2))
         return self
 
     def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
         self.store.close()
 
     def serve(self, session: Session) -> TurnRow:
