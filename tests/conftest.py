@@ -34,5 +34,6 @@ def no_leaks() -> Iterator[None]:
     for thread in set(threading.enumerate()) - threads:
         thread.join(max(0.0, end_s - time.monotonic()))
         assert not thread.is_alive(), f"thread {thread.name} is left"
-    gc.collect()
+    if _open_files() - files:
+        gc.collect()
     assert not _open_files() - files, "descriptors are left"

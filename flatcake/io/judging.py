@@ -40,8 +40,9 @@ class Judging:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no record and no verdict is waited for."""
-        return not (self._waits_for_records or self._groups or self._unfetched)
+        """Whether no record and no verdict is waited for; once dropped, no further sums are fetched."""
+        unfetched = self._unfetched and not self._restore.dropped
+        return not (self._waits_for_records or self._groups or unfetched)
 
     def start(self, copy: TileCopy, stream: Stream) -> None:
         """Refuse extents that have a later tenant, and look for the records of the others."""
