@@ -228,7 +228,8 @@ def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> 
         end_ns = clock.now_ns() + wait_ns
         engines = {id(engine): engine for io in media.values() for engine in (io.engine, io.host_engine)}
         # Every one of them, whatever the first says.
-        is_idle = all([engine.close(max(0, end_ns - clock.now_ns())) for engine in engines.values()])
+        ended = [engine.close(max(0, end_ns - clock.now_ns())) for engine in engines.values()]
+        is_idle = all(ended)
         if is_idle:  # Else files and memory stay: a late transfer would hit whatever takes their place.
             closing.close()
         return is_idle

@@ -79,8 +79,9 @@ class LayoutConfig:
 
     kind: Literal["lanes", "segments"] = "lanes"
     """`lanes`: one range a layer and extent; `segments`: the paper's layer-major segment a turn."""
-    lane_bytes_max: int = 8 * MiB
-    """Lanes of a growing scope's extents get longer up to this; larger reads gain nothing."""
+    lane_bytes_max: int = 24 * MiB
+    """Lanes of a growing scope's extents get longer up to this: as large as a slot on a GPU, so that a tile is one
+    read; media gain nothing beyond 8 MiB, but each read costs its share of Python."""
     growth_percent: int = 25
     """The next extent of a scope has room for this share of the blocks that the scope has already."""
 
@@ -102,8 +103,8 @@ class IOConfig:
     """Whether restored bytes are compared with their checksums."""
     gap_bytes_limit: int = 64 * KiB
     """A read runs through any hole smaller than this (Δgap)."""
-    read_bytes_max: int = 8 * MiB
-    """Largest single read."""
+    read_bytes_max: int = 24 * MiB
+    """Largest single read; engines cut it into tasks that run side by side."""
     window_bytes_max: int = 256 * MiB
     """Most staging memory of one device, for restores."""
     slot_bytes: int = 0

@@ -77,6 +77,7 @@ class Completion:
     """Smallest index, in the request, of a block that failed there; None when all went well."""
     reason: str = ""
 
+
 def block_column(plan: Plan, column: int) -> Int64Array:
     """int64 [blocks of the request]: a column of the run that each block is in; -1 for blocks in no run."""
     counts = plan.runs.column(BLOCKS)

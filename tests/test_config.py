@@ -77,7 +77,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (config.capacity.dram_bytes_max, config.capacity.ssd_bytes_max) == (1 * GiB, 8 * GiB)
     assert (config.capacity.high_watermark, config.capacity.low_watermark) == (0.95, 0.90)
     assert (config.placement.agent_tokens_min, config.placement.short_reply_tokens_limit) == (32_768, 512)
-    assert (config.layout.kind, config.layout.lane_bytes_max) == ("lanes", 8 * MiB)
+    assert (config.layout.kind, config.layout.lane_bytes_max) == ("lanes", 24 * MiB)
     assert (config.io.gap_bytes_limit, config.io.window_bytes_max, config.io.slots_min) == (64 * KiB, 256 * MiB, 8)
     assert config.timeouts.lease_ns == 60 * SECOND
 

@@ -22,7 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "trace"),
     ("units",),
     # The seam to files and devices, and values that depend on nothing.
-    ("fields", "gva", "geometry", "io.seam", "kernels.walk", "sched.counters"),
+    ("fields", "gva", "geometry", "io.seam", "kernels.walk", "kernels.launch", "sched.counters"),
     # Pure rules, and kernels over plain tensors.
     ("config", "keys", "messages", "placement", "layout", "index"),
     ("kernels.kvtable", "kernels.checksum", "sched.hrrn", "sched.ready", "sched.settings", "sched.estimate"),

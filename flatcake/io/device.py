@@ -42,7 +42,7 @@ class Device(Protocol):
     def window(self, size_bytes: int) -> torch.Tensor: ...  # zeroed uint8
     def new_stream(self) -> Stream: ...
     def stream_of(self, stream: object) -> Stream: ...  # a caller's stream, or its current one for None
-    def use(self, stream: Stream) -> contextlib.AbstractContextManager[None]: ...  # torch and Triton launch on it
+    def use(self, stream: Stream) -> None: ...  # torch and Triton launch on it from now on, in this thread
     def record(self, stream: Stream) -> Event: ...
     def wait(self, stream: Stream, event: Event) -> None: ...  # later work of the stream waits for the event
     def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None: ...  # addresses, either side
@@ -83,8 +83,8 @@ class CpuDevice:
     def stream_of(self, stream: object) -> Stream:
         return None
 
-    def use(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def use(self, stream: Stream) -> None:
+        return None
 
     def record(self, stream: Stream) -> Event:
         return DoneEvent()
@@ -156,8 +156,8 @@ class CudaDevice:
             raise DeviceError(f"stream {stream!r}: expected a torch or CuPy stream, or its pointer")
         return self._external(pointer)
 
-    def use(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        return torch.cuda.stream(stream)
+    def use(self, stream: Stream) -> None:
+        torch.cuda.set_stream(stream)
 
     def record(self, stream: Stream) -> Event:
         event = self._cuda.Event(disable_timing=True)

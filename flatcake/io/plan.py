@@ -8,7 +8,7 @@ the other layers follow by arithmetic.  Per layer, neighbours are merged over ho
 `gap_bytes_limit`; reads then fill tiles greedily, layer by layer, so that layer 0 is ready first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits) -> TilePlan:
     pieces = _split(_sorted(runs.table), read_bytes_max // piece_bytes_max)
     starts, ends = _ranges(pieces, lanes)
     opens = _read_breaks(pieces, starts, ends, limits, read_bytes_max)
-    return _tile(pieces, starts, ends, opens, limits)
+    return _join_lanes(_tile(pieces, starts, ends, opens, limits), limits)
 
 
 def _sorted(table: Int64Array) -> Int64Array:
@@ -181,6 +181,32 @@ def _tile(
         tile_segments=tile_segments,
         tile_first_layer=tile_segments[:-1] // max(1, ranges),
         tile_last_layer=(tile_segments[1:] - 1) // max(1, ranges),
+    )
+
+
+def _join_lanes(plan: TilePlan, limits: PlanLimits) -> TilePlan:
+    """Make one read of those in a tile that touch across layers.
+
+    Where a request has every block that an extent has room for, one lane ends where the next begins.
+    """
+    if limits.slot_bytes > limits.read_bytes_max:
+        return plan
+    media, starts, sizes, _ = plan.reads.T
+    opens = np.ones(len(plan.reads), np.bool_)
+    opens[1:] = (starts[1:] != starts[:-1] + sizes[:-1]) | (media[1:] != media[:-1])
+    opens |= np.diff(starts // limits.file_bytes, prepend=-1) != 0
+    opens[plan.tile_reads[:-1]] = True
+    if opens.all():
+        return plan
+    firsts = np.flatnonzero(opens)
+    reads = plan.reads[firsts]
+    reads[:, 2] = np.add.reduceat(sizes, firsts)
+    number = np.cumsum(opens, dtype=np.int64) - 1
+    return replace(
+        plan,
+        reads=reads,
+        segment_read=number[plan.segment_read],
+        tile_reads=np.append(number[plan.tile_reads[:-1]], len(reads)),
     )
 
 

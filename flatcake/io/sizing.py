@@ -1,7 +1,8 @@
 """How the window is cut, by a rule.
 
-Pure.  A slot holds at least one piece.  On a GPU slots are 24 MiB: at PCIe's rate that is half a
-millisecond, more than Python needs for a tile; on the host 4 MiB, so that a slot is still in the CPU's cache when it is scattered.
+Pure.  A slot holds at least one piece.  On a GPU slots are 24 MiB: at PCIe's rate that is half a millisecond,
+more than Python needs for a tile.  On the host they are 4 MiB, so that a slot is still in the CPU's cache when
+it is scattered.
 """
 
 from dataclasses import dataclass

@@ -121,8 +121,8 @@ class _GpuCopy:
         self._table = device.upload(pieces.table, stream)
         self._pages = device.upload(pages.reshape(-1), stream)
         self._seeds = device.upload(pieces.seeds.view(np.int32), stream) if sums else None
-        with device.use(stream):
-            self._sums = torch.zeros_like(self._seeds) if self._seeds is not None else None
+        device.use(stream)
+        self._sums = torch.zeros_like(self._seeds) if self._seeds is not None else None
         self._host_sums = torch.zeros(len(pieces.table), dtype=torch.int32, pin_memory=True) if sums else None
 
     def scatter(self, tile: int, slot: Buffer, skip: Sequence[int] = ()) -> None:
@@ -142,8 +142,8 @@ class _GpuCopy:
         if self._sums is None or self._host_sums is None:
             return
         first, last = self._bounds[min(tiles)], self._bounds[max(tiles) + 1]  # Others among them: copied again later.
-        with self._copier.device.use(self._stream):
-            self._host_sums[first:last].copy_(self._sums[first:last], non_blocking=True)
+        self._copier.device.use(self._stream)
+        self._host_sums[first:last].copy_(self._sums[first:last], non_blocking=True)
 
     @property
     def sums(self) -> Sums:
@@ -151,18 +151,16 @@ class _GpuCopy:
         return self._host_sums.numpy().view(np.uint32)
 
     def _launch(self, kernel: Callable[..., None], slot: Buffer, first: int, last: int) -> None:
-        with self._copier.device.use(self._stream):
-            sums = self._sums[first:last] if self._sums is not None else None
-            seeds = self._seeds[first:last] if self._seeds is not None else None
-            kernel(
-                slot.tensor,
-                self._table[first:last],
-                self._pages,
-                self._copier.table,
-                sums=sums,
-                seeds=seeds,
-                programs_max=self._copier.programs_max,
-            )
+        self._copier.device.use(self._stream)
+        kernel(
+            slot.tensor,
+            self._table[first:last],
+            self._pages,
+            self._copier.table,
+            sums=self._sums[first:last] if self._sums is not None else None,
+            seeds=self._seeds[first:last] if self._seeds is not None else None,
+            programs_max=self._copier.programs_max,
+        )
 
 
 def _host_bytes(slot: Buffer) -> ByteArray:

@@ -9,7 +9,7 @@ Never launches anything and never touches the memory that it describes.
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flatcake.errors import ShapeError
+from flatcake.kernels.launch import Launches
 
 BASE, PAGE_STRIDE, ROWS_PER_PAGE, ROW_STRIDE, ROW_SIZE, PIECE_OFFSET = range(6)
 """Columns of `KVTable.rows`, and of the rows in bytes that `from_bytes` reads."""
@@ -79,6 +80,8 @@ class KVTable:
     row_units_gcd: int
     """Divides the row size of every component, in units."""
     tuning: Tuning
+    launches: Launches = field(default_factory=Launches, compare=False, repr=False)
+    """Kernels compiled for this table: its units, tiles and counts never change."""
 
     @classmethod
     def from_bytes(

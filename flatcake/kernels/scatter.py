@@ -79,12 +79,12 @@ def scatter_pieces(
     if len(pieces) == 0:
         return
     walk = kv.walk(len(pieces), programs_max)
-    _scatter_kernel[(walk.programs,)](
+    args = (
         kv.words(window), pieces, pages, kv.rows, kv.starts, sums, seeds,
         walk.items, walk.chunks, kv.components, kv.pages_per_block,
-        TILE=walk.tile_units, UNIT=kv.unit_bytes, WIDE=walk.wide,
-        WEYL=checksum.WEYL, SPREAD=checksum.SPREAD, num_warps=kv.tuning.warps,
+        walk.tile_units, kv.unit_bytes, walk.wide, checksum.WEYL, checksum.SPREAD,
     )  # fmt: skip
+    kv.launches.launch(_scatter_kernel, walk.programs, args, key=sums is None, warps=kv.tuning.warps)
 
 
 def scatter_pieces_ref(

@@ -59,8 +59,8 @@ def test_stream_waits_for_another(device: Device) -> None:
 
 def test_torch_launches_on_the_stream_in_use(device: Device) -> None:
     stream, window = device.new_stream(), device.window(SIZE)
-    with device.use(stream):
-        window.add_(3)
+    device.use(stream)
+    window.add_(3)
     device.record(stream).wait()
     assert bool(window.eq(3).all())
 

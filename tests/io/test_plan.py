@@ -61,12 +61,13 @@ def assert_plan_is_right(plan: TilePlan, table: Runs, lanes: LaneTable, limits: 
     for number, (_, start, size, _) in enumerate(reads):
         mine = [s for s, r in zip(segments, plan.segment_read.tolist(), strict=True) if r == number]
         spans = sorted(
-            (wanted[layer, first][0][1], wanted[layer, first + blocks - 1][1]) for _, layer, first, blocks in mine
+            (wanted[layer, first][0][1], wanted[layer, first + blocks - 1][1], layer)
+            for _, layer, first, blocks in mine
         )
         assert spans[0][0] == start and spans[-1][1] == start + size, "a read begins and ends with a piece"
-        for (_, end), (begin, _) in pairwise(spans):
+        for (_, end, layer), (begin, _, next_layer) in pairwise(spans):
             assert begin == end or 0 < begin - end < limits.gap_bytes_limit
-        assert len({layer for _, layer, _, _ in mine}) == 1
+            assert begin == end or layer == next_layer, "no hole between layers is read"
 
     assert plan.tile_reads[0] == 0 and plan.tile_reads[-1] == len(reads) and plan.tiles == len(plan.tile_first_layer)
     assert plan.tile_segments[0] == 0 and plan.tile_segments[-1] == len(segments)
@@ -215,3 +216,16 @@ def test_plan_of_a_long_restore_reads_its_payload_once() -> None:
     plan = make_tiles(runs(*rows), lanes, make_limits())
     assert plan.read_bytes == 3421 * 43 * 44 * KiB
     assert len(plan.reads) <= 43 * 19 * 2
+
+
+def test_full_lanes_of_one_extent_are_one_read_a_tile() -> None:
+    lanes = LaneTable.of(make_geometry(*[4 * KiB] * 8))
+    limits = make_limits(read_bytes_max=64 * KiB, slot_bytes=64 * KiB, first_tile_bytes=64 * KiB)
+    full = make_tiles(runs((1, 0, 4, 1, 0, 4, 0)), lanes, limits)
+    assert full.reads[:, 2].tolist() == [64 * KiB, 64 * KiB] and full.tiles == 2
+    assert full.segments[:, 0].tolist() == [16 * KiB * (layer % 4) for layer in range(8)]
+    assert full.segment_read.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    partly = make_tiles(runs((1, 0, 5, 1, 0, 4, 0)), lanes, limits)
+    assert len(partly.reads) == 8, "a hole in each lane"
+    small = make_limits(read_bytes_max=16 * KiB, slot_bytes=64 * KiB, first_tile_bytes=64 * KiB)
+    assert int(make_tiles(runs((1, 0, 4, 1, 0, 4, 0)), lanes, small).reads[:, 2].max()) == 16 * KiB
