@@ -147,7 +147,7 @@ class Memory:
 
 
 def simple_layout(
-    *, layers: int = 3, page_tokens: int = 4, block_tokens: int = 8, page_count: int = 96, dim: int = 24
+    *, layers: int = 3, page_tokens: int = 4, block_tokens: int = 8, page_count: int = 64, dim: int = 24
 ) -> Layout:
     """K and V apart, bf16: small pieces with some padding."""
     shape = (page_count, page_tokens, 2, dim)
