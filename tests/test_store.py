@@ -492,7 +492,7 @@ def test_calls_that_race_with_close_end(memory: Memory) -> None:
 # -- layouts, directories, statistics -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("turns", [1, 6])
+@pytest.mark.parametrize("turns", [2, 6])
 def test_lanes_read_each_layer_once_and_segments_once_a_turn(memory: Memory, turns: int) -> None:
     reads = {}
     tokens = make_tokens("a", 6)

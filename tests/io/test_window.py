@@ -1,0 +1,55 @@
+"""The window: fixed slots, each in one hand, and those who wait served in order."""
+
+import numpy as np
+import pytest
+
+from flatcake.io.device import CpuDevice
+from flatcake.io.seam import Files
+from flatcake.io.window import Window
+
+
+@pytest.fixture
+def window() -> Window:
+    return Window(CpuDevice(Files()), slots=3, slot_bytes=8192)
+
+
+def test_slots_are_equal_apart_and_aligned(window: Window) -> None:
+    slots = [window.take() for _ in range(3)]
+    assert window.take() is None and window.free_slots == 0 and window.size_bytes == 3 * 8192
+    addresses = sorted(slot.address for slot in slots if slot is not None)
+    assert np.diff(addresses).tolist() == [8192, 8192] and addresses[0] % 4096 == 0
+    assert all(slot is not None and slot.tensor.numel() == 8192 and slot.host is not None for slot in slots)
+
+
+def test_those_who_wait_are_served_in_order_and_once(window: Window) -> None:
+    slots = [window.take() for _ in range(3)]
+    seen: list[tuple[str, bool]] = []
+    for name in "abc":
+        window.wait(lambda name=name: seen.append((name, window.take() is not None)))
+    assert not seen
+    for slot in slots[:2]:
+        assert slot is not None
+        window.give_back(slot)
+    assert seen == [("a", True), ("b", True)] and window.free_slots == 0
+    last = slots[2]
+    assert last is not None
+    window.give_back(last)
+    assert seen[2:] == [("c", True)]
+
+
+def test_a_slot_that_one_who_waited_does_not_want_goes_to_the_next(window: Window) -> None:
+    slots = [window.take() for _ in range(3)]
+    seen: list[str] = []
+    window.wait(lambda: seen.append("gave up"))
+    window.wait(lambda: seen.append("took") if window.take() is not None else None)
+    assert slots[0] is not None
+    window.give_back(slots[0])
+    assert seen == ["gave up", "took"] and window.free_slots == 0
+
+
+def test_a_slot_that_is_given_back_twice_is_noticed(window: Window) -> None:
+    slot = window.take()
+    assert slot is not None
+    window.give_back(slot)
+    with pytest.raises(AssertionError):
+        window.give_back(slot)
