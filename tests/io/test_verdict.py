@@ -1,0 +1,58 @@
+"""Expected sums from records, and the blocks that differ."""
+
+import numpy as np
+
+from flatcake.io.pieces import pieces_of
+from flatcake.io.plan import make_tiles
+from flatcake.io.records import ExtentRef, Record, RecordBook
+from flatcake.io.verdict import expected_sums, failed_blocks
+from flatcake.kernels.checksum import SUM_KIND, finish
+from flatcake.layout import LaneTable
+from flatcake.messages import Plan, PlanKind, Runs
+from tests.builders import make_geometry, make_keys, make_limits
+
+LAYERS = 3
+LANES = LaneTable.of(make_geometry(*[4096] * LAYERS))
+REFS = [ExtentRef(1, 0, 8, 5), ExtentRef(0, 0, 4, 6)]
+ROWS = [(1, 0, 8, 5, 2, 3, 0), (0, 0, 4, 6, 1, 2, 3)]
+"""Blocks 0 … 2 in slots 2 … 4 of the first extent, blocks 3 and 4 in slots 1 and 2 of the second."""
+
+
+def setup() -> tuple[Plan, dict[ExtentRef, Record]]:
+    plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=Runs(np.array(ROWS, np.int64)), keys=make_keys("a", 6))
+    book, records = RecordBook(LANES, 1, sum_kind=SUM_KIND, bytes_max=1 << 20), {}
+    for number, ref in enumerate(REFS):
+        records[ref] = book.blank(ref)
+        shape = records[ref].sums.shape
+        records[ref].sums[:] = 1000 * (number + 1) + 10 * np.arange(shape[0])[:, None] + np.arange(shape[1])
+    return plan, records
+
+
+def test_expected_sums_come_from_the_slot_and_layer_of_each_piece() -> None:
+    plan, records = setup()
+    pieces = pieces_of(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1)
+    wanted = {}
+    for (*_, slot, count, first), base in zip(ROWS, (1000, 2000), strict=True):
+        for nth in range(count):
+            for layer in range(LAYERS):
+                wanted[first + nth, layer] = base + 10 * (slot + nth) + layer
+    found = expected_sums(plan, pieces, records, LAYERS)
+    assert found.dtype == np.uint32 and len(found) == 5 * LAYERS
+    assert {(b, layer): int(s) for (_, b, layer), s in zip(pieces.table.tolist(), found, strict=True)} == wanted
+    without = expected_sums(plan, pieces, {REFS[0]: records[REFS[0]]}, LAYERS)
+    assert (without[pieces.table[:, 1] >= 3] == 0).all() and (without[pieces.table[:, 1] < 3] > 0).all()
+
+
+def test_failed_blocks_names_each_block_once_in_order() -> None:
+    plan, _ = setup()
+    pieces = pieces_of(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1)
+    payload = [100, 200, 300]
+    sums = np.arange(len(pieces.table), dtype=np.uint32)
+    recorded = finish(sums, np.array(payload)[pieces.table[:, 2]], pieces.seeds)
+    assert len(failed_blocks(sums, recorded, pieces.seeds, pieces.table, payload)) == 0
+    for blocks in ([4], [0, 3], [1, 2, 4]):
+        bad = recorded.copy()
+        bad[np.isin(pieces.table[:, 1], blocks)] ^= 1
+        assert failed_blocks(sums, bad, pieces.seeds, pieces.table, payload).tolist() == blocks
+    other_length = failed_blocks(sums, recorded, pieces.seeds, pieces.table, [100, 201, 300])
+    assert other_length.tolist() == [0, 1, 2, 3, 4]
