@@ -211,7 +211,7 @@ class PagedKV:
             raise PageTableError(
                 f"page table of {len(table)} pages: expected {need}, {pages_per_block} for each of {blocks} blocks"
             )
-        table = np.ascontiguousarray(table[:need], np.int64)
+        table = np.array(table[:need], np.int64)  # A copy: the caller may change its own at once.
         used = table[table != -1] if holes else table
         if used.size and (used.min() < 0 or used.max() >= self.page_count):
             raise PageTableError(f"pages {used.min()} … {used.max()}: expected 0 … {self.page_count - 1}")
