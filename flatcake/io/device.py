@@ -6,7 +6,6 @@ at once, so its events are done when they are made.
 
 import contextlib
 import functools
-from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,14 +106,10 @@ class CpuDevice:
 
 
 class CudaEvent:
-    """A CuPy event, lent by its device: making one takes the driver's lock, which busy I/O threads hold too."""
+    """A CuPy event."""
 
-    def __init__(self, event: Any, pool: deque[Any]) -> None:
+    def __init__(self, event: Any) -> None:
         self.event = event
-        self._pool = pool
-
-    def __del__(self) -> None:
-        self._pool.append(self.event)
 
     def done(self) -> bool:
         return bool(self.event.done)
@@ -135,7 +130,6 @@ class CudaDevice:
         self._cuda = cupy.cuda
         self._runtime = cupy.cuda.runtime
         self._torch = torch.device("cuda", index)
-        self._events: deque[Any] = deque()
         self._external: Any = functools.partial(torch.cuda.ExternalStream, device=self._torch)
         torch.zeros(1, device=self._torch)  # makes the context before any other library looks for one
         self.enter_thread()
@@ -166,12 +160,9 @@ class CudaDevice:
         torch.cuda.set_stream(stream)
 
     def record(self, stream: Stream) -> Event:
-        try:
-            event = self._events.pop()
-        except IndexError:
-            event = self._cuda.Event(disable_timing=True)
+        event = self._cuda.Event(disable_timing=True)
         self._runtime.eventRecord(event.ptr, stream.cuda_stream)
-        return CudaEvent(event, self._events)
+        return CudaEvent(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, CudaEvent)
