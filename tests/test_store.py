@@ -445,6 +445,24 @@ def test_close_ends_every_handle_and_may_be_called_twice(memory: Memory) -> None
             call()
 
 
+def test_close_ends_every_handle_even_when_the_pump_is_stuck(memory: Memory) -> None:
+    store = make_store(memory, make_config(memory, timeouts={"close_ns": 50 * MS}))
+    tokens, gate = make_tokens("a", 4), threading.Event()
+    save(store, memory, "s", tokens)
+    store.plane.parts.pump.post(lambda: gate.wait(WAIT_S) and None)
+    with store.lease(store.match(tokens)) as lease:
+        reading = store.restore(lease, np.arange(8))
+    writing = store.save("t", make_tokens("b", 2), np.arange(8, 12))
+    assert not store.close()
+    found = writing.result(0)
+    assert reading.result().reason == "closed" and not reading.wait_layer(0)
+    assert found is not None and found.reason == "closed" and writing.reusable(0)
+    memory.fill(seed=1)
+    before = memory.snapshot()
+    gate.set()
+    assert store.close() and memory.is_equal(before)
+
+
 def test_close_waits_for_reads_and_writes_under_way(memory: Memory, tmp_path: Path) -> None:
     store = make_store(memory, make_config(memory, [tmp_path]))
     tokens = make_tokens("a", 4)
