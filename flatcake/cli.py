@@ -39,15 +39,15 @@ class Command(NamedTuple):
 
 
 def load_demo() -> Subcommand:
-    from flatcake import demo
+    from flatcake.demo import command
 
-    return demo
+    return command
 
 
 def load_doctor() -> Subcommand:
-    from flatcake import doctor
+    from flatcake.doctor import command
 
-    return doctor
+    return command
 
 
 COMMANDS: Mapping[str, Command] = {

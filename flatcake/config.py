@@ -121,10 +121,10 @@ class IOConfig:
     """Threads of the posix engine."""
     task_bytes: int = 4 * MiB
     """Bytes that one posix thread takes at a time."""
-    kvikio_threads: int = 16
-    """Threads of kvikio's pool."""
-    kvikio_task_bytes: int = 8 * MiB
-    """Bytes that one kvikio thread takes at a time."""
+    kvikio_threads: int = 0
+    """Threads of kvikio's pool; 0 takes all processors but two, up to 16: the pump needs one of its own."""
+    kvikio_task_bytes: int = 4 * MiB
+    """Bytes that one kvikio thread takes at a time: small enough that a tile's last task is not waited for long."""
     scatter_sm_percent: int = 100
     """Share of the GPU's multiprocessors that scatter and gather may use, so that the model is not starved."""
 
@@ -132,8 +132,9 @@ class IOConfig:
         check_types(self)
         for name in ("read_bytes_max", "task_bytes", "kvikio_task_bytes"):
             require(self, name, _is_direct(getattr(self, name)), f"a multiple of {DIRECT_BYTES} bytes")
-        for name in ("save_slots", "restores_max", "saves_max", "io_threads", "kvikio_threads"):
+        for name in ("save_slots", "restores_max", "saves_max", "io_threads"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
+        require(self, "kvikio_threads", self.kvikio_threads >= 0, "0 or more")
         require(self, "gap_bytes_limit", self.gap_bytes_limit >= 0, "0 or more bytes")
         require(self, "slots_min", self.slots_min >= 2, "at least 2 slots, one being filled and one being scattered")
         whole = self.slot_bytes == 0 or _is_direct(self.slot_bytes)

@@ -56,7 +56,9 @@ MLA = Model(name="mla-fp8", layers=43, token_bytes=656, parts=1, page_tokens=64,
 
 
 @contextmanager
-def opened(root: str, model: Model, tokens: int, dram: bool = False, **io: object) -> Iterator[tuple[flatcake.Store, object]]:
+def opened(
+    root: str, model: Model, tokens: int, dram: bool = False, **io: object
+) -> Iterator[tuple[flatcake.Store, object]]:
     """A store with room for one sequence, saved; yields it with the tensors and page count."""
     directory = tempfile.mkdtemp(dir=root)
     kv, layers = model.paged(tokens)
@@ -123,7 +125,9 @@ def pinned_copy() -> Callable[[], object]:
     return lambda: device.copy_(host, non_blocking=True)
 
 
-def restore_case(root: str, model: Model, tokens: int, rounds: int, *, dram: bool = False, **io: object) -> dict[str, float]:
+def restore_case(
+    root: str, model: Model, tokens: int, rounds: int, *, dram: bool = False, **io: object
+) -> dict[str, float]:
     """One sequence restored into shuffled pages, against the ceilings."""
     tokens = tokens // model.block_tokens * model.block_tokens
     with opened(root, model, tokens, dram, **io) as (store, _):
@@ -147,7 +151,9 @@ def restore_case(root: str, model: Model, tokens: int, rounds: int, *, dram: boo
             table = np.random.default_rng(len(took["restore"])).permutation(len(pages))
             with store.lease(match) as lease:
                 found: list[flatcake.RestoreResult] = []
-                took["restore"].append(seconds(lambda lease=lease, table=table: found.append(store.restore(lease, table).result())))
+                took["restore"].append(
+                    seconds(lambda lease=lease, table=table: found.append(store.restore(lease, table).result()))
+                )
             assert found[0].tokens == tokens, found
             took["first_layer"].append((found[0].first_layer_ns or 0) / 1e9)
             took["copy"].append(seconds(copy))

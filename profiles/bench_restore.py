@@ -145,7 +145,9 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def restore(store: flatcake.Store, session: int, tokens: int, pages: np.ndarray) -> tuple[float, flatcake.RestoreResult]:
+def restore(
+    store: flatcake.Store, session: int, tokens: int, pages: np.ndarray
+) -> tuple[float, flatcake.RestoreResult]:
     match = store.match(tokens_of(session, tokens))
     with store.lease(match) as lease:
         started = time.perf_counter()

@@ -31,6 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("space",),
     ("ledger", "prefix", "sched.state"),
     ("reserve", "sched.mas"),
+    ("settle",),
     # Decides / acts.
     ("catalog", "io.paged", "io.engine", "io.pieces"),
     ("stats", "hits"),
@@ -46,11 +47,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("loop", "assemble"),
     # The package's own `__init__`, which re-exports public names; what follows uses them as a stranger would.
     ("",),
-    ("demo_pages", "demo_sessions", "demo_report", "doctor_facts", "doctor_blocks"),
-    ("demo_model", "doctor_machine", "doctor_gpu", "doctor_direct", "doctor_bench", "doctor_advice"),
-    ("demo_serve", "doctor_measure", "doctor_report"),
-    ("demo_control",),
-    ("doctor", "demo"),
+    ("demo.pages", "demo.sessions", "demo.report", "doctor.facts", "doctor.blocks"),
+    ("demo.model", "doctor.machine", "doctor.gpu", "doctor.direct", "doctor.bench", "doctor.advice"),
+    ("demo.serve", "doctor.measure", "doctor.report"),
+    ("demo.control",),
+    ("doctor.command", "demo.command"),
     ("cli",),
     ("__main__",),
 )
@@ -58,8 +59,8 @@ LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 
 PURE = {
     *("errors", "units", "fields", "gva", "geometry", "config", "keys", "messages", "placement", "layout", "index"),
-    *("extents", "scopes", "space", "ledger", "prefix", "reserve", "catalog", "io.plan", "io.tiles"),
-    *("doctor_facts", "doctor_blocks", "doctor_advice", "doctor_report", "demo_sessions", "demo_report"),
+    *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog", "io.plan", "io.tiles"),
+    *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
 """No GPU package, file, thread or clock: time comes in as `now_ns`."""
@@ -74,11 +75,11 @@ FILE_SEAM, DEVICE_SEAM = {"io.seam"}, {"io.seam", "io.device"}
 """The only modules that call files, and devices."""
 OUTSIDE = {
     "cli": "reads the configuration file and the environment",
-    "doctor_machine": "reads /proc and /sys, and looks at a directory, to say what the machine can do",
-    "doctor_gpu": "reads /proc to say which drivers are loaded",
-    "doctor_measure": "makes a directory to measure in and removes it",
-    "demo": "makes a directory for its store and removes it",
-    "demo_control": "flips bytes in a pool file behind the store's back",
+    "doctor.machine": "reads /proc and /sys, and looks at a directory, to say what the machine can do",
+    "doctor.gpu": "reads /proc to say which drivers are loaded",
+    "doctor.measure": "makes a directory to measure in and removes it",
+    "demo.command": "makes a directory for its store and removes it",
+    "demo.control": "flips bytes in a pool file behind the store's back",
 }
 """Modules beside the seam that may touch files, and why; a device, never."""
 FILE_NAMES = {
@@ -96,7 +97,7 @@ DEVICE_FACTS = {
     # A launch is capped to a share of the device's multiprocessors, so it asks how many there are.
     "kernels.kvtable": ("torch.cuda", "torch.cuda.get_device_properties"),
     # Names the devices that there are.
-    "doctor_gpu": ("torch.cuda", "torch.cuda.get_device_properties", "torch.cuda.device_count"),
+    "doctor.gpu": ("torch.cuda", "torch.cuda.get_device_properties", "torch.cuda.device_count"),
 }
 """What these may ask of a device; they change nothing there."""
 CODE_NAMES = {

@@ -29,6 +29,7 @@ from flatcake.units import DIRECT_BYTES, SECOND, MiB
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 4 * MiB
+KVIKIO_THREADS_MAX = 16
 PROBE_WAIT_NS = 20 * SECOND
 CLOSE_WAIT_NS = SECOND
 _PATTERN_SEED = 0x5EED
@@ -103,7 +104,7 @@ def _try_kvikio(settings: IOConfig, around: Around, pool: FilePool) -> KvikioEng
             around.load_kvikio(),
             pool.paths,
             around.device,
-            threads=settings.kvikio_threads,
+            threads=settings.kvikio_threads or min(KVIKIO_THREADS_MAX, max(4, around.files.processors() - 2)),
             task_bytes=settings.kvikio_task_bytes,
             direct=pool.direct,
         )

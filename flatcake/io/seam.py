@@ -137,6 +137,10 @@ class Files:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
+    def processors(self) -> int:
+        """Processors that this process may run on."""
+        return len(os.sched_getaffinity(0))
+
     def map_memory(self, size_bytes: int) -> HostMemory:
         """Take zeroed host memory on huge pages where there are any; says what it got.
 

@@ -7,8 +7,8 @@ severity that changes the exit code.
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from flatcake.doctor_blocks import PADDING_MAX, best_block, padding
-from flatcake.doctor_facts import DiskFacts, Facts, GpuFacts, MemoryFacts, PlaceFacts, RestoreFacts
+from flatcake.doctor.blocks import PADDING_MAX, best_block, padding
+from flatcake.doctor.facts import DiskFacts, Facts, GpuFacts, MemoryFacts, PlaceFacts, RestoreFacts
 from flatcake.units import DIRECT_BYTES, MiB, format_bytes
 
 Severity = Literal["unusable", "problem", "note"]

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import flatcake
-from flatcake import demo
+from flatcake.demo import command as demo
 from flatcake.cli import Command, main
-from flatcake.demo_control import Flipped, judge
-from flatcake.demo_model import Model, ModelSize
-from flatcake.demo_pages import PagedLayer, PagedMemory
-from flatcake.demo_report import Comparison, ControlRow, Summary, TurnRow, format_json, format_table
-from flatcake.demo_sessions import AGENT, CHAT, REPLY_TOKENS, SYSTEM_TOKENS, Script
+from flatcake.demo.control import Flipped, judge
+from flatcake.demo.model import Model, ModelSize
+from flatcake.demo.pages import PagedLayer, PagedMemory
+from flatcake.demo.report import Comparison, ControlRow, Summary, TurnRow, format_json, format_table
+from flatcake.demo.sessions import AGENT, CHAT, REPLY_TOKENS, SYSTEM_TOKENS, Script
 from flatcake.gva import Medium
 from flatcake.placement import Decision, TurnSignals
 

@@ -6,9 +6,9 @@ Pure: text out, nothing printed.
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from flatcake.doctor_advice import Finding
-from flatcake.doctor_blocks import padding
-from flatcake.doctor_facts import Facts
+from flatcake.doctor.advice import Finding
+from flatcake.doctor.blocks import padding
+from flatcake.doctor.facts import Facts
 from flatcake.units import KiB, format_bytes
 
 UNKNOWN = "unknown"

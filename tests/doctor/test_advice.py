@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatcake.config import CapacityConfig, IOConfig, StoreConfig
-from flatcake.doctor_advice import SEVERITIES, Finding, advise
-from flatcake.doctor_blocks import BLOCK_TOKENS, PADDING_MAX, best_block, padding
-from flatcake.doctor_facts import (
+from flatcake.doctor.advice import SEVERITIES, Finding, advise
+from flatcake.doctor.blocks import BLOCK_TOKENS, PADDING_MAX, best_block, padding
+from flatcake.doctor.facts import (
     DirectFacts,
     DiskFacts,
     EngineFacts,
@@ -23,7 +23,7 @@ from flatcake.doctor_facts import (
     RestoreFacts,
     SystemFacts,
 )
-from flatcake.doctor_report import as_mapping, as_text, usable
+from flatcake.doctor.report import as_mapping, as_text, usable
 from flatcake.units import DIRECT_BYTES, GiB, MiB
 
 SYSTEM = SystemFacts(

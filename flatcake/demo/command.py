@@ -16,12 +16,12 @@ import torch
 
 import flatcake
 from flatcake.config import from_mapping
-from flatcake.demo_control import TURNS as CONTROL_TURNS
-from flatcake.demo_control import Flipped, flip_and_serve, judge
-from flatcake.demo_model import Model, ModelSize, load_transformers
-from flatcake.demo_report import ControlRow, Summary, TurnRow, format_json, format_table
-from flatcake.demo_serve import OpenStore, Server
-from flatcake.demo_sessions import SYSTEM_TOKENS, Script
+from flatcake.demo.control import TURNS as CONTROL_TURNS
+from flatcake.demo.control import Flipped, flip_and_serve, judge
+from flatcake.demo.model import Model, ModelSize, load_transformers
+from flatcake.demo.report import ControlRow, Summary, TurnRow, format_json, format_table
+from flatcake.demo.serve import OpenStore, Server
+from flatcake.demo.sessions import SYSTEM_TOKENS, Script
 from flatcake.errors import ConfigError
 from flatcake.gva import Medium
 from flatcake.io.device import open_device

@@ -17,10 +17,10 @@ import torch
 import flatcake
 from flatcake.clock import MonotonicClock
 from flatcake.config import CapacityConfig, StoreConfig
-from flatcake.doctor import Request, add_arguments, examine, run
-from flatcake.doctor_advice import Finding
-from flatcake.doctor_facts import Facts, Probes
-from flatcake.doctor_gpu import read_gpu
+from flatcake.doctor.command import Request, add_arguments, examine, run
+from flatcake.doctor.advice import Finding
+from flatcake.doctor.facts import Facts, Probes
+from flatcake.doctor.gpu import read_gpu
 from flatcake.errors import DeviceError
 from flatcake.io.paged import PagedKV
 from flatcake.io.seam import Files

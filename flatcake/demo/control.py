@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flatcake.demo_report import ControlRow, TurnRow
-from flatcake.demo_serve import Server
-from flatcake.demo_sessions import AGENT, CHAT, Session
+from flatcake.demo.report import ControlRow, TurnRow
+from flatcake.demo.serve import Server
+from flatcake.demo.sessions import AGENT, CHAT, Session
 from flatcake.gva import Medium, decode
 from flatcake.io.engine import Buffer, Result
 from flatcake.store import Store

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatcake.doctor_facts import GpuFacts, Probes
+from flatcake.doctor.facts import GpuFacts, Probes
 from flatcake.errors import DeviceError
 from flatcake.io.device import cuda_is_available, load_cupy, load_kvikio
 from flatcake.units import format_bytes

@@ -16,7 +16,7 @@ import torch
 from flatcake.assemble import open_store
 from flatcake.clock import Clock
 from flatcake.config import CapacityConfig, PlacementConfig, StoreConfig
-from flatcake.doctor_facts import EngineFacts
+from flatcake.doctor.facts import EngineFacts
 from flatcake.gva import Medium
 from flatcake.hits import Match
 from flatcake.io.device import Device, Stream, cuda_is_available

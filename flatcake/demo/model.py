@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flatcake.demo_pages import PagedLayer, PagedMemory, WaitLayer
+from flatcake.demo.pages import PagedLayer, PagedMemory, WaitLayer
 from flatcake.errors import DeviceError
 from flatcake.messages import Int64Array
 

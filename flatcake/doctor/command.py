@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from flatcake import __version__
 from flatcake.clock import Clock, MonotonicClock
 from flatcake.config import StoreConfig, from_mapping
-from flatcake.doctor_advice import Finding, advise
-from flatcake.doctor_facts import Facts, Probes
-from flatcake.doctor_gpu import read_gpu
-from flatcake.doctor_machine import read_memory, read_place, read_system
-from flatcake.doctor_measure import SIZE_BYTES_MIN, Measured, measure
-from flatcake.doctor_report import as_mapping, as_text, usable
+from flatcake.doctor.advice import Finding, advise
+from flatcake.doctor.facts import Facts, Probes
+from flatcake.doctor.gpu import read_gpu
+from flatcake.doctor.machine import read_memory, read_place, read_system
+from flatcake.doctor.measure import SIZE_BYTES_MIN, Measured, measure
+from flatcake.doctor.report import as_mapping, as_text, usable
 from flatcake.errors import ConfigError
 from flatcake.io.seam import Files
 from flatcake.units import MiB, format_bytes, parse_bytes

@@ -12,10 +12,10 @@ import torch
 
 import flatcake
 from flatcake.config import StoreConfig
-from flatcake.demo_model import Model
-from flatcake.demo_pages import PagedMemory
-from flatcake.demo_report import Comparison, TurnRow
-from flatcake.demo_sessions import REPLY_TOKENS, Script, Session
+from flatcake.demo.model import Model
+from flatcake.demo.pages import PagedMemory
+from flatcake.demo.report import Comparison, TurnRow
+from flatcake.demo.sessions import REPLY_TOKENS, Script, Session
 from flatcake.gva import Medium, decode_array
 from flatcake.keys import Identity
 from flatcake.messages import Int64Array

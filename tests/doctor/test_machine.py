@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from flatcake.doctor_direct import STEPS, probe_direct
-from flatcake.doctor_facts import Probes
-from flatcake.doctor_machine import (
+from flatcake.doctor.direct import STEPS, probe_direct
+from flatcake.doctor.facts import Probes
+from flatcake.doctor.machine import (
     find_mount,
     held,
     huge_bytes,

@@ -5,7 +5,7 @@ The kernel can be asked as well (`statx`), but only some filesystems answer, and
 
 import errno
 
-from flatcake.doctor_facts import DirectFacts
+from flatcake.doctor.facts import DirectFacts
 from flatcake.io.seam import Files
 
 STEPS = [512 << power for power in range(8)]

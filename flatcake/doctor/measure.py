@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from flatcake.clock import Clock
 from flatcake.config import StoreConfig
-from flatcake.doctor_bench import BLOCK_BYTES, Bench, Try
-from flatcake.doctor_direct import probe_direct
-from flatcake.doctor_facts import DirectFacts, DiskFacts, EngineFacts, Probes, RestoreFacts
+from flatcake.doctor.bench import BLOCK_BYTES, Bench, Try
+from flatcake.doctor.direct import probe_direct
+from flatcake.doctor.facts import DirectFacts, DiskFacts, EngineFacts, Probes, RestoreFacts
 from flatcake.errors import CapacityError
 from flatcake.gva import Medium
 from flatcake.io.seam import Files

@@ -12,7 +12,7 @@ import resource
 import stat
 from typing import NamedTuple
 
-from flatcake.doctor_facts import MemoryFacts, PlaceFacts, Probes, State, SystemFacts
+from flatcake.doctor.facts import MemoryFacts, PlaceFacts, Probes, State, SystemFacts
 from flatcake.io.pooldir import LOCK
 from flatcake.io.seam import Files
 from flatcake.units import KiB, MiB
