@@ -117,8 +117,8 @@ class IOConfig:
     """Restores under way at once; more wait."""
     saves_max: int = 64
     """Saves under way at once; more are refused."""
-    io_threads: int = 8
-    """Threads of the posix engine."""
+    io_threads: int = 0
+    """Threads of the posix engine; 0 takes three of four processors, at least 4 and at most 12."""
     task_bytes: int = 4 * MiB
     """Bytes that one posix thread takes at a time."""
     kvikio_threads: int = 0
@@ -132,9 +132,10 @@ class IOConfig:
         check_types(self)
         for name in ("read_bytes_max", "task_bytes", "kvikio_task_bytes"):
             require(self, name, _is_direct(getattr(self, name)), f"a multiple of {DIRECT_BYTES} bytes")
-        for name in ("save_slots", "restores_max", "saves_max", "io_threads"):
+        for name in ("save_slots", "restores_max", "saves_max"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
-        require(self, "kvikio_threads", self.kvikio_threads >= 0, "0 or more")
+        for name in ("io_threads", "kvikio_threads"):
+            require(self, name, getattr(self, name) >= 0, "0 or more")
         require(self, "gap_bytes_limit", self.gap_bytes_limit >= 0, "0 or more bytes")
         require(self, "slots_min", self.slots_min >= 2, "at least 2 slots, one being filled and one being scattered")
         whole = self.slot_bytes == 0 or _is_direct(self.slot_bytes)

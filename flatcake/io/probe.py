@@ -29,7 +29,6 @@ from flatcake.units import DIRECT_BYTES, SECOND, MiB
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 4 * MiB
-KVIKIO_THREADS_MAX = 16
 PROBE_WAIT_NS = 20 * SECOND
 CLOSE_WAIT_NS = SECOND
 _PATTERN_SEED = 0x5EED
@@ -86,8 +85,19 @@ def choose_engine(settings: IOConfig, around: Around) -> tuple[Engine, str]:
     return engine, f"{engine.name}: kvikio is not used, as {found}"
 
 
+def posix_threads(processors: int) -> int:
+    """Threads of the posix engine: few processors lose more by switching than they gain by depth."""
+    return min(12, max(4, processors * 3 // 4))
+
+
+def kvikio_threads(processors: int) -> int:
+    """Threads of kvikio's pool: all processors but two, since the pump needs one of its own."""
+    return min(16, max(4, processors - 2))
+
+
 def _posix(settings: IOConfig, around: Around, pool: FilePool) -> Engine:
-    engine = PosixEngine(around.files, pool.fds, threads=settings.io_threads, task_bytes=settings.task_bytes)
+    threads = settings.io_threads or posix_threads(around.files.processors())
+    engine = PosixEngine(around.files, pool.fds, threads=threads, task_bytes=settings.task_bytes)
     if around.device.is_host:
         return engine
     try:
@@ -104,7 +114,7 @@ def _try_kvikio(settings: IOConfig, around: Around, pool: FilePool) -> KvikioEng
             around.load_kvikio(),
             pool.paths,
             around.device,
-            threads=settings.kvikio_threads or min(KVIKIO_THREADS_MAX, max(4, around.files.processors() - 2)),
+            threads=settings.kvikio_threads or kvikio_threads(around.files.processors()),
             task_bytes=settings.kvikio_task_bytes,
             direct=pool.direct,
         )
