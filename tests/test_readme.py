@@ -161,6 +161,13 @@ def test_settings_exist(page: Path) -> None:
     assert named <= known, named - known
 
 
+@each_page
+def test_ranges_of_the_profiler_exist(page: Path) -> None:
+    source = "".join(path.read_text() for path in (ROOT / "flatcake").rglob("*.py"))
+    for name in re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| the launch", text(page), re.M):
+        assert f'span("{name}"' in source, name
+
+
 @cache
 def options(command: str) -> frozenset[str]:
     parser = argparse.ArgumentParser()
