@@ -3,11 +3,12 @@
     python profiles/bench_restore.py [--json] [--smoke] [--directory DIR] [--pages 256 16] [--rounds 3] [--record]
 
 The store: 6 sessions of 4 turns of 512 tokens, saved turn by turn in turn; 32 layers, 8 KV heads x 128, bf16; blocks
-of 256 tokens; page tables shuffled.  Before each restore the floor reads as many bytes from a file of its own, in
-order, with O_DIRECT into huge pages.  The figure is the median of floor time over restore time.
+of 256 tokens; page tables shuffled.  Before each restore the floor reads as many bytes, in order, with O_DIRECT into
+huge pages, from a file of its own as large as the store.  The figure is the median of floor time over restore time.
 
 `fresh` is that store; `aged` is a small pool after writing three times its capacity, sessions interleaved block by
-block.  `lanes` and `segments` compare read commands a layer.  `--verify full` turns checksums on.
+block; `turns` is one session of 32 turns of one block, in lanes and in the paper's segments.  `--verify full` turns
+checksums on.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from flatcake.gva import Medium
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.posix import PosixEngine
 from flatcake.io.seam import Files
-from flatcake.units import GiB, MiB
+from flatcake.units import GiB, MiB, align_up
 
 BLOCK_TOKENS = 256
 FLOOR_TASK_BYTES = 4 * MiB
@@ -75,17 +77,17 @@ class Paged:
 
 
 class Floor:
-    """A bare sequential read of a file of its own."""
+    """A bare sequential read of a file of its own, as large as the store, another part of it each time."""
 
-    def __init__(self, directory: str, size_bytes: int) -> None:
+    def __init__(self, directory: str, size_bytes: int, parts: int) -> None:
         self.files = Files()
-        self.path = os.path.join(directory, "floor")
-        self.fd = self.files.open_file(self.path, create=True, direct=True)
+        self.fd = self.files.open_file(os.path.join(directory, "floor"), create=True, direct=True)
         self.memory = Buffer.of(huge_tensor([size_bytes], torch.uint8))
         self.engine = PosixEngine(self.files, [self.fd], threads=FLOOR_THREADS, task_bytes=FLOOR_TASK_BYTES)
-        self.size_bytes = size_bytes
+        self.size_bytes, self.parts, self.next_part = size_bytes, parts, 0
         self.memory.tensor.random_(generator=torch.Generator().manual_seed(1))
-        self._run(self.engine.write)
+        for _ in range(parts):
+            self._run(self.engine.write)
 
     def seconds(self) -> float:
         return self._run(self.engine.read)
@@ -94,15 +96,17 @@ class Floor:
         self.engine.close(10**9)
         self.files.close(self.fd)
 
-    def _run(self, move) -> float:  # type: ignore[no-untyped-def]
+    def _run(self, move: Callable[..., None]) -> float:
         ended, results = threading.Event(), list[Result]()
 
         def done(found: list[Result]) -> None:
             results.extend(found)
             ended.set()
 
+        offset = self.next_part * self.size_bytes
+        self.next_part = (self.next_part + 1) % self.parts
         started = time.perf_counter()
-        move([Transfer(0, 0, self.size_bytes, 0)], self.memory, None, done)
+        move([Transfer(0, offset, self.size_bytes, 0)], self.memory, None, done)
         ended.wait()
         elapsed = time.perf_counter() - started
         assert results == [Result(self.size_bytes, 0)], results
@@ -195,7 +199,7 @@ def measure(store: flatcake.Store, paged: Paged, floor: Floor, shape: Shape, rou
 def run_fresh(root: str, shape: Shape, rounds: int, layout: str, verify: str) -> dict[str, float]:
     """A store of interleaved sessions, saved turn by turn."""
     directory = tempfile.mkdtemp(dir=root)
-    paged, floor = Paged(shape), Floor(directory, shape.session_bytes)
+    paged, floor = Paged(shape), Floor(directory, shape.session_bytes, shape.sessions)
     pool_bytes = -(-int(shape.session_bytes * shape.sessions * 1.3) // GiB) * GiB
     with open_store(directory, paged, shape, pool_bytes, layout, verify) as store:
         paged.fill(3)
@@ -214,11 +218,29 @@ def run_fresh(root: str, shape: Shape, rounds: int, layout: str, verify: str) ->
     return figures
 
 
+def run_turns(root: str, shape: Shape, rounds: int, layout: str, verify: str) -> dict[str, float]:
+    """One session of many short turns among others: what the order of bytes in an extent is worth."""
+    directory = tempfile.mkdtemp(dir=root)
+    many = replace(shape, sessions=3, turns=32, turn_tokens=64, block_tokens=64, page_tokens=64)
+    paged, floor = Paged(many), Floor(directory, many.session_bytes, many.sessions)
+    with open_store(directory, paged, many, 2 * GiB, layout, verify) as store:
+        pages = np.random.default_rng(5).permutation(paged.pages)
+        for turn in range(1, many.turns + 1):
+            for session in range(many.sessions):
+                save(store, session, turn * many.turn_tokens, pages)
+        figures = measure(store, paged, floor, many, rounds)
+        figures["extents_per_session"] = store.stats().media["ssd"].extents / many.sessions
+        figures["space_amplification"] = store.stats().media["ssd"].space_amplification
+    floor.close()
+    shutil.rmtree(directory)
+    return figures
+
+
 def run_aged(root: str, shape: Shape, rounds: int, verify: str) -> dict[str, float]:
     """A small pool after three times its capacity, sessions interleaved block by block."""
     directory = tempfile.mkdtemp(dir=root)
-    paged, floor = Paged(shape), Floor(directory, shape.session_bytes)
-    pool_bytes = 2 * shape.sessions * shape.session_bytes // 3 // (64 * MiB) * (64 * MiB)
+    paged, floor = Paged(shape), Floor(directory, shape.session_bytes, shape.sessions)
+    pool_bytes = align_up(2 * shape.sessions * shape.session_bytes // 3, MiB)
     blocks = shape.session_tokens // shape.block_tokens
     with open_store(directory, paged, shape, pool_bytes, "lanes", verify) as store:
         paged.fill(4)
@@ -232,8 +254,7 @@ def run_aged(root: str, shape: Shape, rounds: int, verify: str) -> dict[str, flo
             first += 3
         live = [s for s in range(first) if store.match(tokens_of(s, shape.session_tokens)).blocks == blocks]
         stats = store.stats()
-        last = Shape(**{**{f: getattr(shape, f) for f in shape.__dataclass_fields__}, "sessions": first})
-        figures = measure(store, paged, floor, last, rounds)
+        figures = measure(store, paged, floor, replace(shape, sessions=first), rounds)
         figures["space_amplification"] = stats.media["ssd"].space_amplification
         figures["extents_per_session"] = stats.media["ssd"].extents / max(1, len(live))
         figures["sessions_kept"] = len(live)
@@ -259,7 +280,8 @@ def main() -> int:
         shape = Shape(page_tokens=page, **base)
         cases[f"fresh lanes page={page}"] = run_fresh(args.directory, shape, args.rounds, "lanes", args.verify)
     shape = Shape(page_tokens=args.pages[0], **base)
-    cases[f"fresh segments page={args.pages[0]}"] = run_fresh(args.directory, shape, 1, "segments", args.verify)
+    for layout in ("lanes", "segments"):
+        cases[f"turns {layout}"] = run_turns(args.directory, shape, args.rounds, layout, args.verify)
     cases[f"aged lanes page={args.pages[0]}"] = run_aged(args.directory, shape, args.rounds, args.verify)
     for case, figures in cases.items():
         print(f"{case}: " + "  ".join(f"{name}={value:.4g}" for name, value in figures.items()))
@@ -279,8 +301,8 @@ def summary(cases: dict[str, dict[str, float]], pages: list[int]) -> dict[str, o
         "read_amplification": max(cases[f"fresh lanes page={p}"]["read_amplification"] for p in pages),
         "write_amplification": first["write_amplification"],
         "reads_per_layer": {
-            "lanes": first["reads_per_layer"],
-            "segments": cases[f"fresh segments page={pages[0]}"]["reads_per_layer"],
+            "lanes": cases["turns lanes"]["reads_per_layer"],
+            "segments": cases["turns segments"]["reads_per_layer"],
         },
         "aged": aged,
         "medium": Medium.SSD.name.lower(),
