@@ -6,6 +6,7 @@ No GPU, no I/O.  Each section is a function from `Sizes` to a dict of figures; `
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from common import append_rows, device_name
 
 from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Component, Geometry
@@ -118,6 +120,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only show that it runs")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--record", action="store_true", help="append rows to profiles/results")
     args = parser.parse_args()
     sizes = Sizes(entries=args.entries, blocks=args.blocks, repeats=args.repeats, seed=args.seed)
     if args.smoke:
@@ -127,6 +130,8 @@ def main() -> None:
         figures |= section(sizes)
     for name, value in figures.items():
         print(f"{name:<20}{value:>16,.1f}")
+    if args.record:
+        append_rows("control", " ".join(["python", *sys.argv]), device_name(), {"all": figures})
     if args.json:
         print(json.dumps({"bench": "control", **figures}))
 

@@ -125,6 +125,44 @@ def pinned_copy() -> Callable[[], object]:
     return lambda: device.copy_(host, non_blocking=True)
 
 
+def restore_once(store: flatcake.Store, match: flatcake.Match, pages: int, first_layer: list[float]) -> float:
+    """Seconds of one restore into other pages each time; notes when its first layer was queued."""
+    table = np.random.default_rng(len(first_layer)).permutation(pages)
+    found: list[flatcake.RestoreResult] = []
+    with store.lease(match) as lease:
+        took_s = seconds(lambda: found.append(store.restore(lease, table).result()))
+    assert found[0].tokens == match.tokens, found
+    first_layer.append((found[0].first_layer_ns or 0) / 1e9)
+    return took_s
+
+
+def concurrent_case(root: str, count: int, rounds: int) -> dict[str, float]:
+    """`count` restores of 2 K tokens at once, in all against one after another."""
+    tokens = 2_048
+    with opened(root, GQA, tokens * count) as (store, _):
+        order = np.random.default_rng(0).permutation(tokens * count // GQA.page_tokens)
+        tables = np.split(order, count)
+        prompts = [np.random.default_rng(100 + i).integers(0, 32_000, tokens) for i in range(count)]
+        for i, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+            assert store.save(f"s{i}", prompt, table).published()
+        leases = [store.lease(store.match(prompt), hold_ns=10**12) for prompt in prompts]
+
+        def together() -> None:
+            for restore in [store.restore(lease, table) for lease, table in zip(leases, tables, strict=True)]:
+                assert restore.result().tokens == tokens
+
+        def in_turn() -> None:
+            for lease, table in zip(leases, tables, strict=True):
+                assert store.restore(lease, table).result().tokens == tokens
+
+        pairs = [(seconds(together), seconds(in_turn)) for _ in range(rounds + 2)][2:]
+        return {
+            "gb_s": tokens * count * GQA.token_bytes * GQA.layers / statistics.median(a for a, _ in pairs) / 1e9,
+            "to_one_at_a_time": statistics.median(b / a for a, b in pairs),
+            "window_mib": store.stats().window_bytes / MiB,
+        }
+
+
 def restore_case(
     root: str, model: Model, tokens: int, rounds: int, *, dram: bool = False, **io: object
 ) -> dict[str, float]:
@@ -148,14 +186,7 @@ def restore_case(
         copy = pinned_copy()
         took: dict[str, list[float]] = {"restore": [], "first_layer": [], "large": [], "copy": []}
         for _ in range(rounds + 2):
-            table = np.random.default_rng(len(took["restore"])).permutation(len(pages))
-            with store.lease(match) as lease:
-                found: list[flatcake.RestoreResult] = []
-                took["restore"].append(
-                    seconds(lambda lease=lease, table=table: found.append(store.restore(lease, table).result()))
-                )
-            assert found[0].tokens == tokens, found
-            took["first_layer"].append((found[0].first_layer_ns or 0) / 1e9)
+            took["restore"].append(restore_once(store, match, len(pages), took["first_layer"]))
             took["copy"].append(seconds(copy))
             if large is not None:
                 took["large"].append(seconds(large))
@@ -185,8 +216,11 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "gqa 32k unverified": lambda: restore_case(fast, GQA, 32_768, rounds, verify="off"),
         "gqa 2k": lambda: restore_case(fast, GQA, 2_048, rounds * 3),
         "mla-fp8 219k": lambda: restore_case(fast, MLA, 218_880, rounds),
-        "gqa 8k dram": lambda: restore_case(fast, GQA, 8_192, rounds, dram=True),
+        "gqa 32k dram": lambda: restore_case(fast, GQA, 32_768, rounds, dram=True),
         "gqa 32k pinned ring": lambda: restore_case(fast, GQA, 32_768, rounds, engine="posix"),
+        "gqa 32k disk": lambda: restore_case(args.disk, GQA, 32_768, 3),
+        "4 at once": lambda: concurrent_case(fast, 4, rounds),
+        "16 at once": lambda: concurrent_case(fast, 16, rounds),
     }
 
 
@@ -196,6 +230,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="one small case")
     parser.add_argument("--record", action="store_true", help="append rows to profiles/results")
     parser.add_argument("--fast", default="/dev/shm", help="memory-backed directory")
+    parser.add_argument("--disk", default="/var/tmp", help="directory on a real disk")
     parser.add_argument("--rounds", type=int, default=7, help="timings behind each median")
     parser.add_argument("--only", nargs="*", default=[], help="run cases whose name contains one of these")
     args = parser.parse_args()

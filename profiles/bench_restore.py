@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="restores of each session")
     parser.add_argument("--verify", choices=("off", "full"), default="off", help="checksums")
     args = parser.parse_args()
-    base = dict(layers=2, heads=1, dim=16, sessions=3) if args.smoke else {}
+    base = {"layers": 2, "heads": 1, "dim": 16, "sessions": 3} if args.smoke else {}
     cases: dict[str, dict[str, float]] = {}
     for page in args.pages:
         shape = Shape(page_tokens=page, **base)

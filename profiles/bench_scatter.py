@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 import numpy as np
+from common import append_rows, commit
 
 from flatcake.kernels.gather import gather_pieces
 from flatcake.kernels.kvtable import KVTable, Tuning
@@ -224,6 +225,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--wide-min", type=int, nargs="+", default=[defaults.wide_units_min])
     parser.add_argument("--smoke", action="store_true", help="a few KiB: only show that it runs")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--record", action="store_true", help="append rows to profiles/results")
     args = parser.parse_args()
     if args.smoke:
         args.pages_kib, args.row_bytes, args.slot_mib, args.slots, args.rounds = [4], [132], 1 / 32, 2, 1
@@ -251,13 +253,14 @@ def main() -> None:
         print(f"{row.page_bytes:>8} {row.row_bytes:>8}  {row.provider:<32}{row.gb_per_s:>8.0f}{row.ratio:>9.3f}")
     if launches:
         print(f"host time of one launch: {statistics.median(launches):.0f} us")
+    if args.record:
+        cases: dict[str, dict[str, float]] = {}
+        for row in rows:
+            case = cases.setdefault(f"page {row.page_bytes} row {row.row_bytes}", {})
+            case |= {f"{row.provider} gb_s": row.gb_per_s, f"{row.provider} of_copy": row.ratio}
+        append_rows("scatter", " ".join(["python", *sys.argv]), where[0], cases)
     if args.json:
         print(json.dumps({"bench": "scatter", "launch_us": launches, "rows": [asdict(row) for row in rows]}))
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

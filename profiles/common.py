@@ -1,6 +1,7 @@
 """What benchmarks share: where they ran, rows of results, and memory on huge pages."""
 
 import csv
+import os
 import platform
 import subprocess
 import time
@@ -34,7 +35,9 @@ def device_name(device: str = "cpu") -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, with a mark when files differ from it."""
+    """The commit that is checked out, marked when files differ from it; `FLATCAKE_COMMIT` where there is no git."""
+    if named := os.environ.get("FLATCAKE_COMMIT"):
+        return named
     found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
