@@ -37,7 +37,12 @@ from flatcake.io.paged import PagedKV, PagedTensor
 from flatcake.io.restore import Restore, RestoreResult
 from flatcake.io.save import Save, SaveResult
 from flatcake.keys import Identity
+from flatcake.loop import Loop
+from flatcake.loop_ready import Ready
+from flatcake.loop_request import EnginePages, LoopOptions, LoopRequest, sched_config
 from flatcake.placement import Decision, Placement, TablePlacement, Turn, TurnSignals
+from flatcake.sched.actions import Prefix
+from flatcake.sched.settings import SchedConfig
 from flatcake.stats import MediumStats, StoreStats
 from flatcake.store import Store
 
@@ -51,12 +56,16 @@ __all__ = [
     "ConfigError",
     "Decision",
     "DeviceError",
+    "EnginePages",
     "FlatCakeError",
     "FormatError",
     "IOConfig",
     "Identity",
     "LayoutConfig",
     "Lease",
+    "Loop",
+    "LoopOptions",
+    "LoopRequest",
     "Match",
     "Medium",
     "MediumStats",
@@ -67,10 +76,13 @@ __all__ = [
     "Placement",
     "PlacementConfig",
     "PlanError",
+    "Prefix",
+    "Ready",
     "Restore",
     "RestoreResult",
     "Save",
     "SaveResult",
+    "SchedConfig",
     "ShapeError",
     "Store",
     "StoreConfig",
@@ -81,5 +93,6 @@ __all__ = [
     "TurnSignals",
     "from_mapping",
     "open",
+    "sched_config",
     "to_mapping",
 ]

@@ -7,6 +7,7 @@ Read path:  plan -> [restore]: window slot -> engine -> kernels.scatter -> event
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flatcake.clock import Clock
@@ -56,6 +57,8 @@ class Restore:
         self._settled = False
         self._ended = False
         self._ended_ns = self._started_ns
+        self._layer_calls: list[tuple[int, Callable[[], None]]] = []
+        self._end_calls: list[Callable[[], None]] = []
 
     def wait_layer(self, layer: int, stream: object = None, *, verified: bool = False) -> bool:
         """Make work that `stream` is given from now on wait until a layer is in its pages.
@@ -108,6 +111,28 @@ class Restore:
         with self.guard:
             return self._ended or bool(self.dropped)
 
+    def on_layer(self, layer: int, call: Callable[[], None]) -> None:
+        """Call `call` once when a layer is ready for `wait_layer`: now if it is, else on the pump's thread.
+
+        Never called if that layer never comes.  It must be short, must not block, and must not raise.
+        """
+        with self.guard:
+            if self.layer_event[layer] is None:
+                self._layer_calls.append((layer, call))
+                return
+        call()
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Call `call` once when nothing is in flight any more, however it ended: now, or on the pump's thread.
+
+        From then on `result` returns at once.  It must be short, must not block, and must not raise.
+        """
+        with self.guard:
+            if not self._ended:
+                self._end_calls.append(call)
+                return
+        call()
+
     def cancel(self, reason: str = "cancelled") -> Event:
         """Give the pages back to the caller: no scatter starts after this returns.
 
@@ -136,6 +161,10 @@ class Restore:
             if layer == 0:
                 self._first_layer_ns = self._clock.now_ns() - self._started_ns
             self.guard.notify_all()
+            due = [call for number, call in self._layer_calls if number == layer]
+            self._layer_calls = [entry for entry in self._layer_calls if entry[0] != layer]
+        for call in due:
+            call()
 
     def note_verified(self, layer: int) -> None:
         with self.guard:
@@ -155,6 +184,9 @@ class Restore:
                 self._ended_ns = self._clock.now_ns()
             self._ended = True
             self.guard.notify_all()
+            due, self._end_calls, self._layer_calls = self._end_calls, [], []
+        for call in due:
+            call()
 
     def _good_blocks(self) -> int:
         good = self._blocks if self.first_bad is None else self.first_bad

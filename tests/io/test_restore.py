@@ -130,3 +130,25 @@ def test_a_layer_in_which_nothing_moves_is_ready_at_the_end(restore: Restore) ->
 def test_there_is_no_such_layer(restore: Restore, layer: int) -> None:
     with pytest.raises(ShapeError, match=f"layer {layer}: expected 0 … 2"):
         restore.wait_layer(layer)
+
+
+def test_a_layer_is_told_once_and_at_once_if_it_is_there(restore: Restore) -> None:
+    told: list[str] = []
+    restore.on_layer(1, lambda: told.append("later"))
+    restore.note_layer(0, DoneEvent())
+    assert not told
+    restore.note_layer(1, DoneEvent())
+    restore.on_layer(1, lambda: told.append("now"))
+    restore.end()
+    assert told == ["later", "now"]
+
+
+def test_the_end_is_told_once_and_at_once_if_it_has_come(restore: Restore) -> None:
+    told: list[int] = []
+    restore.on_end(lambda: told.append(restore.result().blocks))
+    restore.on_layer(2, lambda: told.append(-1))  # never comes
+    restore.cancel()
+    assert restore.done() and not told  # reads may still be in flight
+    restore.end()
+    restore.on_end(lambda: told.append(7))
+    assert told == [0, 7]
