@@ -11,37 +11,35 @@ from typing import TypedDict
 from flatcake.catalog import Catalog
 from flatcake.clock import Clock, MonotonicClock
 from flatcake.config import CapacityConfig, StoreConfig
-from flatcake.dataplane import DataPlane, layout_number
+from flatcake.dataplane import CloseParts, DataPlane, layout_number
 from flatcake.errors import ShapeError
 from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
 from flatcake.index import Index
-from flatcake.io.arena import Arena, ArenaEngine
-from flatcake.io.device import CpuDevice, Device, open_device
-from flatcake.io.filepool import FilePool, PoolSpec
+from flatcake.io.device import Device, open_device
+from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts
 from flatcake.io.plan import PlanLimits
-from flatcake.io.posix import PosixEngine
-from flatcake.io.probe import Around, choose_engine
 from flatcake.io.pump import Pump
 from flatcake.io.records import SUM_KIND_NONE, RecordBook
 from flatcake.io.seam import Files
 from flatcake.io.sizing import WindowSize, size_window
-from flatcake.io.staged import Twins
 from flatcake.io.tilecopy import Copier, GpuCopier, HostCopier
 from flatcake.io.window import Window
+from flatcake.keeper import Keeper
 from flatcake.kernels.checksum import SUM_KIND
 from flatcake.keys import FORMAT_VERSION, Identity
 from flatcake.layout import Growth, LaneTable, room_max
+from flatcake.manifest import origin_digest
+from flatcake.openmedia import around_of, open_media, pool_sizes
 from flatcake.placement import Placement, TablePlacement
 from flatcake.space import Space, Watermarks
 from flatcake.store import Store
 from flatcake.units import DIRECT_BYTES, MiB
 
 RECORD_CACHE_BYTES = 64 * MiB
-RECORD_THREADS = 2
 FIRST_TILE_BYTES = 4 * MiB
 PROGRAMS_PER_SM = 16
 
@@ -53,7 +51,7 @@ def open_catalog(config: StoreConfig, geometry: Geometry, placement: Placement |
         ConfigError: A pool file is too small for one block.
     """
     capacity, lanes = config.capacity, LaneTable.of(geometry)
-    sizes = {Medium.DRAM: (capacity.dram_bytes_max, capacity.dram_bytes_max), Medium.SSD: _pool_sizes(config)}
+    sizes = {Medium.DRAM: (capacity.dram_bytes_max, capacity.dram_bytes_max), Medium.SSD: pool_sizes(config)}
     tables = {
         medium: ExtentTable(medium, FreeRanges(size_bytes=size_bytes, file_bytes=max(1, file_bytes)), lanes)
         for medium, (size_bytes, file_bytes) in sizes.items()
@@ -110,14 +108,16 @@ def open_dataplane(
     with ExitStack() as undo:
         pump = Pump(device, clock)
         undo.callback(pump.close, config.timeouts.close_ns)
-        media, io_reason = _open_media(config, geometry, _around(config, device, files, pump, size), undo)
+        opened = open_media(config, geometry, around_of(config, device, files, pump, size), undo)
         parts = Parts(
             rank=config.rank,
             epoch=epoch,
             device=device,
             clock=clock,
             pump=pump,
-            media=media,
+            media=opened.media,
+            arena=opened.arena,
+            pool=opened.pool,
             copier=_copier(config, geometry, kv, device),
             verify=config.io.verify == "full",
             **_shapes(config, geometry, device, size),
@@ -127,21 +127,9 @@ def open_dataplane(
             kv,
             geometry=geometry,
             restores_max=config.io.restores_max,
-            close_parts=_closer(undo.pop_all(), media, clock),
-            io_reason=io_reason,
+            close_parts=_closer(undo.pop_all(), opened.media, clock),
+            io_reason=opened.io_reason,
         )
-
-
-def _around(config: StoreConfig, device: Device, files: Files, pump: Pump, size: WindowSize) -> Around:
-    return Around(
-        files=files,
-        device=device,
-        when=lambda event, then: pump.post(lambda: pump.when(event, then)),
-        file_count=_pool_sizes(config)[0] // config.capacity.pool_file_bytes,
-        file_bytes=config.capacity.pool_file_bytes,
-        pool=None,
-        twins=Twins(count=size.slots + size.save_slots, size_bytes=size.slot_bytes),
-    )
 
 
 class _Shapes(TypedDict):
@@ -168,52 +156,11 @@ def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: Windo
             gap_bytes_limit=config.io.gap_bytes_limit,
             read_bytes_max=config.io.read_bytes_max,
             slot_bytes=size.slot_bytes,
-            file_bytes=max(DIRECT_BYTES, _pool_sizes(config)[1]),
+            file_bytes=max(DIRECT_BYTES, pool_sizes(config)[1]),
             first_tile_bytes=min(FIRST_TILE_BYTES, size.slot_bytes),
         ),
         book=RecordBook(lanes, layout, sum_kind=sum_kind, bytes_max=RECORD_CACHE_BYTES),
     )
-
-
-def _open_media(
-    config: StoreConfig, geometry: Geometry, around: Around, undo: ExitStack
-) -> tuple[dict[Medium, MediumIO], str]:
-    media: dict[Medium, MediumIO] = {}
-    reason = "there is no SSD medium"
-    if config.capacity.dram_bytes_max:
-        arena = Arena(around.files, around.device, config.capacity.dram_bytes_max)
-        undo.callback(arena.close)
-        pieces = ArenaEngine(arena, around.device, around.when)
-        records = ArenaEngine(arena, CpuDevice(around.files), around.when)
-        media[Medium.DRAM] = MediumIO(pieces, records, lambda offset: (0, offset))
-    if config.capacity.ssd_bytes_max:
-        media[Medium.SSD], reason = _open_ssd(config, geometry, around, undo)
-    return media, reason
-
-
-def _open_ssd(config: StoreConfig, geometry: Geometry, around: Around, undo: ExitStack) -> tuple[MediumIO, str]:
-    settings, pool = config.io, None
-    if settings.engine != "memory":
-        spec = PoolSpec(
-            directories=config.directories,
-            size_bytes=_pool_sizes(config)[0],
-            file_bytes=config.capacity.pool_file_bytes,
-            direct=settings.direct,
-            free_bytes_min=config.capacity.ssd_free_bytes_min,
-            version=FORMAT_VERSION,
-            geometry=geometry.fingerprint(),
-            rank=config.rank,
-        )
-        pool = FilePool(around.files, spec)
-        undo.callback(pool.close)
-    engine, reason = choose_engine(settings, replace(around, pool=pool))
-    undo.callback(engine.close, 0)
-    host_engine = engine
-    if pool is not None and not isinstance(engine, PosixEngine):  # The window's engine moves device memory only.
-        host_engine = PosixEngine(around.files, pool.fds, threads=RECORD_THREADS, task_bytes=settings.task_bytes)
-        undo.callback(host_engine.close, 0)
-    file_bytes = config.capacity.pool_file_bytes
-    return MediumIO(engine, host_engine, lambda offset: divmod(offset, file_bytes)), reason
 
 
 def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device) -> Copier:
@@ -223,24 +170,19 @@ def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device
     return GpuCopier(geometry, kv, device, programs_max=max(1, programs))
 
 
-def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> Callable[[int], bool]:
-    def close(wait_ns: int) -> bool:
+def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> CloseParts:
+    def close(wait_ns: int, before: Callable[[int], object]) -> bool:
         end_ns = clock.now_ns() + wait_ns
         engines = {id(engine): engine for io in media.values() for engine in (io.engine, io.host_engine)}
         # Every one of them, whatever the first says.
         ended = [engine.close(max(0, end_ns - clock.now_ns())) for engine in engines.values()]
         is_idle = all(ended)
         if is_idle:  # Else files and memory stay: a late transfer would hit whatever takes their place.
+            before(end_ns)
             closing.close()
         return is_idle
 
     return close
-
-
-def _pool_sizes(config: StoreConfig) -> tuple[int, int]:
-    """Bytes of the SSD pool in whole files, and of one file; zeros without a pool."""
-    size_bytes, file_bytes = config.capacity.ssd_bytes_max, config.capacity.pool_file_bytes
-    return (size_bytes // file_bytes * file_bytes, file_bytes) if size_bytes else (0, 0)
 
 
 def _entries_max(capacity: CapacityConfig, lanes: LaneTable) -> int:
@@ -277,8 +219,36 @@ def open_store(
     clock = clock or MonotonicClock()
     geometry = kv.geometry(identity.block_tokens)
     identity = replace(identity, layout=f"{identity.layout}/{geometry.fingerprint()}")
+    files = files or Files()
     catalog = open_catalog(config, geometry, placement)
     epoch = clock.now_ns()
-    plane = open_dataplane(config, geometry, kv, clock=clock, files=files or Files(), epoch=epoch)
-    catalog.rank_started(config.rank, epoch)
-    return Store(catalog, plane, geometry, identity, config, clock)
+    plane = open_dataplane(config, geometry, kv, clock=clock, files=files, epoch=epoch)
+    try:
+        keeper = _open_keeper(config, identity, catalog, plane, files)
+        catalog.rank_started(config.rank, epoch)
+        store = Store(catalog, plane, geometry, identity, config, clock)
+        store.keeper = keeper
+        return store
+    except BaseException:
+        plane.close(config.timeouts.close_ns)
+        raise
+
+
+def _open_keeper(
+    config: StoreConfig, identity: Identity, catalog: Catalog, plane: DataPlane, files: Files
+) -> Keeper | None:
+    """Fill the catalog with what an earlier run has left in the directories; None where nothing is kept."""
+    pool = plane.parts.pool
+    if pool is None:
+        return None
+    home = pool.paths[0].rpartition("/")[0]
+    origin = origin_digest(identity.digest(), pool.file_bytes, len(config.directories), config.rank, FORMAT_VERSION)
+    manifest = ManifestDB(files, f"{home}/{MANIFEST}", origin)
+    try:
+        keeper = Keeper(catalog, plane.parts, manifest, files, config.capacity.ssd_free_bytes_min)
+        keeper.reopen()
+    except BaseException:
+        manifest.close()
+        raise
+    plane.before_release = keeper.close
+    return keeper

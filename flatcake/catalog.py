@@ -13,36 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from flatcake.gva import Medium, decode_array
+from flatcake.errors import OwnershipError
+from flatcake.gva import Medium
 from flatcake.index import MISS
 from flatcake.ledger import LeaseEntry, Ledger, OpenPlan, Outcome
+from flatcake.manifest import Stored, TurnRow
 from flatcake.messages import Completion, KeyArray, Plan, PlanKind, Runs
 from flatcake.placement import Placement, Turn
-from flatcake.prefix import prefix_of, runs_of
+from flatcake.prefix import Hit, leading, prefix_of, runs_of
+from flatcake.reopen import rebuild, rows_of
 from flatcake.reserve import Reservation, SaveRequest, reserve_turn
 from flatcake.scopes import Scope
-from flatcake.settle import settle_save
+from flatcake.settle import rows_to_commit, settle_save
 from flatcake.space import GvaArray, Space
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Hit:
-    """The longest stored prefix of a request: a hint until it is leased."""
-
-    keys: KeyArray
-    """uint64 [blocks, 2]: keys of the blocks found."""
-    gvas: GvaArray
-    """uint64 [blocks]: their addresses when they were looked up."""
-
-    @property
-    def blocks(self) -> int:
-        return len(self.keys)
-
-    def blocks_on(self, medium: Medium) -> int:
-        """How many of the blocks are on one medium."""
-        return int((decode_array(self.gvas)[0] == int(medium)).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +57,7 @@ class Catalog:
     def match(self, keys: KeyArray) -> Hit:
         """The longest prefix of `keys` that is stored.  No lock, no side effects.  Cost: O(blocks)."""
         gvas = self.space.index.lookup(keys)
-        blocks = _leading(gvas != MISS)
+        blocks = leading(gvas != MISS)
         return Hit(keys[:blocks], gvas[:blocks])
 
     def lease(self, keys: KeyArray, now_ns: int, hold_ns: int | None = None) -> LeaseEntry:
@@ -131,6 +115,7 @@ class Catalog:
         with self._lock:
             if not self.ranks:
                 return self._refuse("no data plane")
+            self.space.scopes.recognize(session)
             keys = keys.copy()
             gvas = self.space.index.lookup(keys)
             stored = np.flatnonzero(gvas != MISS)
@@ -164,12 +149,14 @@ class Catalog:
                     plan.note_failure(plan.first_block, f"rank {rank} lost")
             for scope in [s for s in self.space.scopes if s.medium is Medium.DRAM]:
                 self.space.withdraw(scope)
-            return [o for plan in list(self._ledger.plans.values()) if (o := self._report(plan, rank)) is not None]
+            waiting = [plan for plan in self._ledger.plans.values() if rank in plan.waiting]
+            return [self._end(plan) for plan in waiting if self._is_last(plan, rank)]
 
     def finish(self, completion: Completion) -> Outcome | None:
         """Take a rank's report; returns the plan's outcome when that was the last one.
 
         Reports of unknown plans, of ranks that are not live, and of older epochs are dropped and counted.
+        A save is committed to the manifest, which may take a while, without the lock: nobody else waits for it.
         """
         with self._lock:
             plan = self._ledger.plans.get(completion.plan_id)
@@ -182,7 +169,15 @@ class Catalog:
             if bad is not None and plan.kind is PlanKind.RESTORE:
                 found = slice(bad, bad + 1)
                 self.counts["blocks_dropped"] += self.space.index.withdraw(plan.keys[found], plan.gvas[found])
-            return self._report(plan, rank)
+            if not self._is_last(plan, rank):
+                return None
+            rows, generation = rows_to_commit(plan), self.space.generation
+            if not rows:
+                return self._end(plan)
+        numbers = [self.space.manifest.commit_turn(row, generation) for row in rows]
+        with self._lock:
+            plan.committed = [number for number in numbers if number]
+            return self._end(plan)
 
     def expire(self, now_ns: int) -> list[Outcome]:
         """Drop leases that are past their deadline, and fail plans whose ranks are late.
@@ -200,7 +195,11 @@ class Catalog:
             return [p.outcome() for p in late]
 
     def reset(self) -> int:
-        """Withdraw everything, on every medium, at once; open plans fail, no save is published.  Returns blocks."""
+        """Withdraw everything, on every medium, at once; open plans fail, no save is published.  Returns blocks.
+
+        Raises:
+            OwnershipError: It holds for this process, but could not be written down for the next one.
+        """
         with self._lock:
             self.release_number += 1
             for plan in self._ledger.plans.values():
@@ -208,7 +207,20 @@ class Catalog:
             blocks = len(self.space.index)
             for scope in self.space.scopes:
                 self.space.withdraw(scope)
-            return blocks
+            scope_limit = self.space.scopes.next_id
+        if not self.space.manifest.reset(scope_limit):
+            raise OwnershipError("reset: the manifest could not be emptied; remove the store's files before a restart")
+        return blocks
+
+    def reopen(self, stored: Stored, now_ns: int) -> list[int]:
+        """Fill an empty catalog with what an earlier run has committed; returns the rows that do not fit."""
+        with self._lock:
+            return rebuild(self.space, stored, now_ns, self.counts)
+
+    def rows_of(self, medium: Medium) -> list[TurnRow]:
+        """What is visible on a medium, a row each scope, the one used last first."""
+        with self._lock:
+            return rows_of(self.space, medium)
 
     def open_counts(self) -> dict[str, int]:
         """How many leases and plans are open, and how many withdrawn scopes still drain."""
@@ -256,13 +268,14 @@ class Catalog:
             self._ledger.plans[entry.plan_id] = entry
         return Plan(kind=entry.kind, plan_id=entry.plan_id, runs=runs, keys=entry.keys, release=entry.release)
 
-    def _report(self, plan: OpenPlan, rank: int) -> Outcome | None:
+    def _is_last(self, plan: OpenPlan, rank: int) -> bool:
+        """Note a rank's report; whether no other one is waited for."""
         plan.waiting.discard(rank)
-        if plan.waiting or self._ledger.plans.pop(plan.plan_id, None) is None:
-            return None
-        published = 0
-        if plan.kind is PlanKind.SAVE:
-            published = settle_save(plan, self.space, self.counts)
+        return not plan.waiting
+
+    def _end(self, plan: OpenPlan) -> Outcome:
+        del self._ledger.plans[plan.plan_id]
+        published = settle_save(plan, self.space, self.counts) if plan.kind is PlanKind.SAVE else 0
         self._unpin(plan.pinned)
         return plan.outcome(published)
 
@@ -273,8 +286,3 @@ class Catalog:
     def _refuse(self, reason: str) -> Refused:
         self.counts[f"refused: {reason}"] += 1
         return Refused(reason)
-
-
-def _leading(flags: npt.NDArray[np.bool_]) -> int:
-    """Length of the leading stretch of True."""
-    return len(flags) if flags.all() else int(np.argmin(flags))

@@ -26,6 +26,7 @@ from flatcake.io.writing import Writing
 from flatcake.messages import Completion, Plan, Runs
 
 Report = Callable[[Completion], object]
+CloseParts = Callable[[int, Callable[[int], object]], bool]
 
 
 class DataPlane:
@@ -36,7 +37,8 @@ class DataPlane:
         kv: The engine's paged tensors.
         geometry: Of `kv`, for the store's block size.
         restores_max: Restores under way at once; more wait for their turn.
-        close_parts: Closes engines, files and memory within so many nanoseconds; True when all are closed.
+        close_parts: Closes engines, files and memory within so many nanoseconds; True when all are closed.  Calls
+            what it is given when nothing is in flight any more, with the time at which it should be done.
         io_reason: Why the SSD's engine was chosen.
     """
 
@@ -47,12 +49,14 @@ class DataPlane:
         *,
         geometry: Geometry,
         restores_max: int,
-        close_parts: Callable[[int], bool],
+        close_parts: CloseParts,
         io_reason: str,
     ) -> None:
         self.parts = parts
         self.kv = kv
         self.io_reason = io_reason
+        self.before_release: Callable[[int], object] = lambda end_ns: None
+        """Called at close when no I/O is in flight, and files and memory are still there."""
         self._geometry = geometry
         self._restores_max = restores_max
         self._close_parts = close_parts
@@ -172,7 +176,7 @@ class DataPlane:
             self._is_closed = True
         end_ns = self.parts.clock.now_ns() + wait_ns
         self.cancel_all("closed")
-        is_clean = self._close_parts(wait_ns)
+        is_clean = self._close_parts(wait_ns, self.before_release)
         is_clean = self.parts.pump.close(max(0, end_ns - self.parts.clock.now_ns())) and is_clean
         with self._lock:
             restores, saves = [*self._restores.values()], [*self._saves]

@@ -7,6 +7,7 @@ Differs from §3.2: the paper gives a session whole files.  Real traces are full
 an extent is a range of a file with room for exactly n blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -51,6 +52,21 @@ class FreeRanges:
         if found_bytes > size_bytes:
             self._insert(start + size_bytes, found_bytes - size_bytes)
         return int(start)
+
+    def take(self, taken: Sequence[tuple[int, int]]) -> None:
+        """Take many ranges at once while nothing is taken yet: (start, size) in order, disjoint, inside files."""
+        assert self.free_bytes == self.size_bytes
+        gaps, at = [], 0
+        for start, size_bytes in (*taken, (self.size_bytes, 0)):
+            assert at <= start, f"range {start}+{size_bytes} is taken twice"
+            while at < start:
+                end = min(start, (at // self.file_bytes + 1) * self.file_bytes)
+                gaps.append((at, end - at))
+                at = end
+            at = start + size_bytes
+        self._by_start = SortedDict(gaps)
+        self._by_size = SortedList((size, start) for start, size in gaps)
+        self.free_bytes = sum(size for _, size in gaps)
 
     def free(self, start: int, size_bytes: int) -> None:
         """Give a range back and join it with its free neighbours in the same file.  Cost: O(log n)."""
@@ -142,6 +158,14 @@ class ExtentTable:
         self._by_base[base] = extent
         self.used_bytes += self.lanes.extent_bytes(room)
         return extent
+
+    def restore(self, extents: Sequence[Extent]) -> None:
+        """Put extents of an earlier run in their places, while there are none; disjoint, inside files."""
+        assert not self._by_base
+        self._by_base.update((extent.base_bytes, extent) for extent in extents)
+        spans = [(base, self.lanes.extent_bytes(extent.room_blocks)) for base, extent in self._by_base.items()]
+        self.ranges.take(spans)
+        self.used_bytes = sum(size_bytes for _, size_bytes in spans)
 
     def free(self, extent: Extent) -> None:
         """Give an extent's range back; its generation is never used again."""

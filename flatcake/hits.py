@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from flatcake.catalog import Hit
 from flatcake.gva import Medium
 from flatcake.ledger import LeaseEntry
 from flatcake.messages import KeyArray
+from flatcake.prefix import Hit
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -55,6 +55,16 @@ class LaneTable:
         """Bytes of a whole extent with room for `room_blocks`."""
         return self.record_bytes(room_blocks) + room_blocks * self.block_bytes
 
+    def record_sizes(self, rooms: Int64Array) -> Int64Array:
+        """`record_bytes` for whole arrays."""
+        return (
+            -(-(RECORD_HEADER_BYTES + rooms * self.layer_count * RECORD_BYTES_PER_PIECE) // DIRECT_BYTES) * DIRECT_BYTES
+        )
+
+    def extent_sizes(self, rooms: Int64Array) -> Int64Array:
+        """`extent_bytes` for whole arrays."""
+        return self.record_sizes(rooms) + rooms * self.block_bytes
+
     def room_blocks(self, size_bytes: int) -> int:
         """The most blocks for which `extent_bytes` is at most `size_bytes`; 0 if not even one fits."""
         bytes_per_block = self.block_bytes + self.layer_count * RECORD_BYTES_PER_PIECE
@@ -69,9 +79,7 @@ class LaneTable:
 
     def lane_offsets(self, room_blocks: Int64Array) -> Int64Array:
         """int64 [layers, n]: where each lane starts in each of n extents, from the extents' bases."""
-        per_block = self.layer_count * RECORD_BYTES_PER_PIECE
-        records = -(-(RECORD_HEADER_BYTES + room_blocks * per_block) // DIRECT_BYTES) * DIRECT_BYTES
-        return records[None, :] + self.prefix_bytes[:, None] * room_blocks[None, :]
+        return self.record_sizes(room_blocks)[None, :] + self.prefix_bytes[:, None] * room_blocks[None, :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,8 @@ class OpenPlan:
     first_bad_block: int | None = None
     reason: str = ""
     timed_out: bool = False
+    committed: list[int] = field(default_factory=list)
+    """What the manifest calls the rows of a save."""
 
     @property
     def first_block(self) -> int:

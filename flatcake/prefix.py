@@ -9,9 +9,27 @@ import numpy as np
 import numpy.typing as npt
 
 from flatcake.gva import Medium, decode_array
-from flatcake.messages import RUN_COLUMNS, Int64Array, Runs
+from flatcake.messages import RUN_COLUMNS, Int64Array, KeyArray, Runs
 from flatcake.scopes import Scope
-from flatcake.space import Slots, Space
+from flatcake.space import GvaArray, Slots, Space
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Hit:
+    """The longest stored prefix of a request: a hint until it is leased."""
+
+    keys: KeyArray
+    """uint64 [blocks, 2]: keys of the blocks found."""
+    gvas: GvaArray
+    """uint64 [blocks]: their addresses when they were looked up."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys)
+
+    def blocks_on(self, medium: Medium) -> int:
+        """How many of the blocks are on one medium."""
+        return int((decode_array(self.gvas)[0] == int(medium)).sum())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,3 +98,8 @@ def shared_prefix(session: str, known: Prefix) -> int:
         if first <= shared < end:
             shared = end
     return shared
+
+
+def leading(flags: npt.NDArray[np.bool_]) -> int:
+    """Length of the leading stretch of True."""
+    return len(flags) if flags.all() else int(np.argmin(flags))

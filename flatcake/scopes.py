@@ -14,6 +14,7 @@ from sortedcontainers import SortedDict
 
 from flatcake.extents import Extent
 from flatcake.gva import Medium
+from flatcake.manifest import session_digest
 from flatcake.messages import KeyArray
 
 
@@ -22,8 +23,8 @@ class Scope:
     """One session's blocks on one medium, or one shared prompt."""
 
     scope_id: int
-    session: str | None
-    """None for a shared prompt."""
+    session: str | bytes | None
+    """None for a shared prompt; the name's digest while a session of an earlier run has not been heard of."""
     medium: Medium
     last_use_ns: int
     order: int
@@ -58,13 +59,20 @@ class ScopeTable:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Scope] = {}
-        self._by_owner: dict[tuple[str, Medium], Scope] = {}
+        self._by_owner: dict[tuple[str | bytes, Medium], Scope] = {}
         self._by_use: dict[Medium, SortedDict] = {medium: SortedDict() for medium in Medium}
+        self._unheard = 0
+        """Scopes that know the digest of their session's name only."""
         self._next_id = 1
         self._next_order = 1
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    @property
+    def next_id(self) -> int:
+        """What the next scope will be called: all that there are or were are below."""
+        return self._next_id
 
     def __iter__(self) -> Iterator[Scope]:
         return iter(list(self._by_id.values()))
@@ -75,7 +83,7 @@ class ScopeTable:
     def of_session(self, session: str, medium: Medium) -> Scope | None:
         return self._by_owner.get((session, medium))
 
-    def create(self, session: str | None, medium: Medium, now_ns: int) -> Scope:
+    def create(self, session: str | bytes | None, medium: Medium, now_ns: int) -> Scope:
         """Make an empty scope; `session` None makes a shared prompt's."""
         scope = Scope(self._next_id, session, medium, now_ns, self._next_order)
         self._next_id += 1
@@ -85,7 +93,30 @@ class ScopeTable:
         if session is not None:
             assert (session, medium) not in self._by_owner
             self._by_owner[session, medium] = scope
+            self._unheard += isinstance(session, bytes)
         return scope
+
+    def restore(self, scope_id: int, session: bytes | None, medium: Medium, now_ns: int) -> Scope:
+        """Bring back a scope of an earlier run, used later than all that are there; `session` is a digest."""
+        assert scope_id not in self._by_id
+        following = max(self._next_id, scope_id + 1)
+        self._next_id = scope_id
+        scope = self.create(session, medium, now_ns)
+        self._next_id = following
+        return scope
+
+    def recognize(self, session: str) -> None:
+        """Give a session's scopes of an earlier run, which know the digest of its name only, its name."""
+        if not self._unheard:
+            return
+        digest = session_digest(session)
+        for medium in Medium:
+            scope = self._by_owner.get((digest, medium))
+            if scope is not None and (session, medium) not in self._by_owner:
+                del self._by_owner[digest, medium]
+                self._by_owner[session, medium] = scope
+                scope.session = session
+                self._unheard -= 1
 
     def touch(self, path: Iterable[Scope], now_ns: int) -> None:
         """Mark the scopes of one prefix, root first, as used now.
@@ -113,6 +144,7 @@ class ScopeTable:
         del self._by_use[scope.medium][scope.order]
         if scope.session is not None:
             del self._by_owner[scope.session, scope.medium]
+            self._unheard -= isinstance(scope.session, bytes)
 
     def check(self) -> None:
         """Assert that all views hold the same scopes."""
@@ -123,3 +155,4 @@ class ScopeTable:
                 assert self._by_id[scope.scope_id] is scope and scope.pins >= 0
         for (session, medium), scope in self._by_owner.items():
             assert scope.session == session and scope.medium is medium
+        assert self._unheard == sum(isinstance(session, bytes) for session, _ in self._by_owner)

@@ -1,16 +1,39 @@
-"""The end of a save: its blocks become visible, or its slots are given back.  Paper §3.2.
+"""The end of a save: committed to the manifest, then visible; or its slots are given back.  Paper §3.2.
 
 Pure.  `catalog` calls it when every rank has reported or is lost; nothing was visible before.
-Write path:  begin_save -> data planes -> finish -> [settle] -> index
+Write path:  begin_save -> data planes -> finish -> [settle] -> manifest -> [settle] -> index
 """
 
 from collections import Counter
 
+import numpy as np
+
+from flatcake.gva import Medium
 from flatcake.index import MISS
 from flatcake.ledger import OpenPlan
-from flatcake.messages import KeyArray
+from flatcake.manifest import TurnRow
+from flatcake.messages import KeyArray, PlanKind
+from flatcake.reopen import turn_row
 from flatcake.reserve import DRAM_GVA_LIMIT
+from flatcake.scopes import Scope
 from flatcake.space import GvaArray, Slots, Space
+
+
+def rows_to_commit(plan: OpenPlan) -> list[TurnRow]:
+    """What the manifest must know before a save is published: a row for each scope on SSD; DRAM dies with us."""
+    if plan.kind is not PlanKind.SAVE or plan.first_bad_block is not None:
+        return []
+    rows: dict[Scope, tuple[list[tuple[int, ...]], list[KeyArray]]] = {}
+    at = 0
+    for part in plan.slots:
+        blocks = plan.blocks[at : at + part.count]
+        at += part.count
+        if part.extent.medium is Medium.SSD and not part.scope.withdrawn:
+            parts, keys = rows.setdefault(part.scope, ([], []))
+            extent = part.extent
+            parts.append((extent.base_bytes, extent.room_blocks, extent.generation, part.first, part.count))
+            keys.append(plan.keys[blocks])
+    return [turn_row(scope, parts, np.concatenate(keys)) for scope, (parts, keys) in rows.items()]
 
 
 def settle_save(plan: OpenPlan, space: Space, counts: Counter[str]) -> int:
@@ -29,6 +52,7 @@ def settle_save(plan: OpenPlan, space: Space, counts: Counter[str]) -> int:
         plan.note_failure(plan.first_block, "index full")
     if plan.first_bad_block is not None:
         counts["saves_failed"] += 1
+        space.manifest.drop_turns(plan.committed)
         space.give_back(plan.slots)
         return 0
     published, at = 0, 0

@@ -14,6 +14,7 @@ from flatcake.extents import Extent, ExtentTable
 from flatcake.gva import Medium, decode_array, encode_array
 from flatcake.index import Index
 from flatcake.layout import Growth
+from flatcake.manifest import Manifest, NoManifest
 from flatcake.scopes import Scope, ScopeTable
 
 GvaArray = npt.NDArray[np.uint64]
@@ -52,9 +53,11 @@ class Space:
         """Withdrawn scopes whose extents are still being read or written."""
         self.reclaimed_scopes = 0
         self.reclaimed_blocks = 0
+        self.generation = 0
+        """Of the newest extent."""
+        self.manifest: Manifest = NoManifest()
         self._growth = growth
         self._marks = marks
-        self._generation = 0
 
     def gvas(self, slots: Slots) -> GvaArray:
         """uint64 [count]: the addresses of reserved slots."""
@@ -110,7 +113,12 @@ class Space:
             self.withdraw(scope)
 
     def withdraw(self, scope: Scope) -> None:
-        """Take a scope's keys out of the index; its extents are freed now, or with the last pin."""
+        """Take a scope's keys out of the index; its extents are freed now, or with the last pin.
+
+        The manifest forgets it before anything else is committed, so before its bytes are another's.
+        """
+        if scope.medium is Medium.SSD:
+            self.manifest.drop_scope(scope.scope_id)
         for keys, gvas in zip(scope.keys, scope.gvas, strict=True):
             self.index.withdraw(keys, gvas)
         self.scopes.remove(scope)
@@ -162,8 +170,8 @@ class Space:
         last = scope.extents[-1] if scope.extents else None
         if last is None or not last.free_blocks:
             room = self._growth.next_room(min(blocks, self._growth.room_max), scope.used_blocks)
-            self._generation += 1
-            last = self.tables[scope.medium].allocate(room, scope_id=scope.scope_id, generation=self._generation)
+            self.generation += 1
+            last = self.tables[scope.medium].allocate(room, scope_id=scope.scope_id, generation=self.generation)
             if last is None:
                 return None
             scope.extents.append(last)

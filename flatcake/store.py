@@ -14,17 +14,18 @@ from flatcake.catalog import Catalog, Refused
 from flatcake.clock import Clock
 from flatcake.config import StoreConfig
 from flatcake.dataplane import DataPlane
-from flatcake.errors import ClosedError, ShapeError
+from flatcake.errors import ClosedError, ConfigError, ShapeError
 from flatcake.geometry import Geometry
-from flatcake.gva import Medium
 from flatcake.hits import Lease, Match
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
+from flatcake.keeper import Keeper
 from flatcake.keys import Identity, chain
 from flatcake.ledger import Outcome
 from flatcake.messages import Completion, KeyArray, Plan, PlanKind
 from flatcake.placement import Turn
-from flatcake.stats import MediumStats, StoreStats
+from flatcake.snapshot import take_stats
+from flatcake.stats import StoreStats
 from flatcake.units import MS
 
 TICK_NS = 250 * MS
@@ -53,6 +54,8 @@ class Store:
         self.identity = identity
         self._config = config
         self._clock = clock
+        self.keeper: Keeper | None = None
+        """What is kept over a restart; None where nothing is.  Set before the first save."""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._saves: dict[int, Save] = {}
@@ -169,6 +172,8 @@ class Store:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
         """
         self._require_open()
+        if not isinstance(session, str):
+            raise ConfigError(f"session={session!r}: expected text that names whose blocks these are")
         found = self.keys(tokens, salt=salt, extra=extra)
         self.plane.check_pages(pages, len(found))
         now_ns = self._clock.now_ns()
@@ -189,45 +194,41 @@ class Store:
         return save
 
     def reset(self) -> int:
-        """Forget everything at once, on every medium; restores under way end as misses.  Returns blocks dropped."""
+        """Forget everything at once, on every medium, and over a restart; restores under way end as misses.
+
+        Returns:
+            Blocks dropped.
+
+        Raises:
+            OwnershipError: It could not be written down, so that it holds for this process only.
+        """
         self._require_open()
-        blocks = self.catalog.reset()
-        self.plane.cancel_all("reset")
-        return blocks
+        try:
+            return self.catalog.reset()
+        finally:
+            self.plane.cancel_all("reset")
+
+    def flush(self) -> bool:
+        """See every block on SSD that is visible now to the disk: its data first, then the manifest.
+
+        For those who want hits after a power failure; a restart of the process needs no flush.  DRAM is not
+        flushed.  Returns whether all of it is there; False where nothing is kept over a restart.
+        """
+        self._require_open()
+        return self.keeper is not None and self.keeper.flush()
 
     def stats(self) -> StoreStats:
         """What the store holds and did; cheap enough to ask every second."""
-        parts, space = self.plane.parts, self.catalog.space
-        opened = self.catalog.open_counts()
-        blocks = dict.fromkeys(Medium, 0)
-        for scope in space.scopes:
-            blocks[scope.medium] += scope.blocks
-        media = {
-            medium.name.lower(): MediumStats.of(
-                table, blocks[medium], parts.media[medium].engine.name if medium in parts.media else ""
-            )
-            for medium, table in space.tables.items()
-        }
         with self._lock:
             counts = Counter(self._counts)
-        for source in (self.catalog.counts, parts.counts):
-            counts.update(dict(source))
-        counts["reclaimed_scopes"], counts["reclaimed_blocks"] = space.reclaimed_scopes, space.reclaimed_blocks
-        return StoreStats(
-            io_path=media["ssd"].io_path,
-            io_reason=self.plane.io_reason,
-            media=media,
-            blocks=len(space.index),
-            index_bytes=space.index.size_bytes,
-            window_bytes=parts.window.size_bytes + parts.save_window.size_bytes,
-            leases=opened["leases"],
-            plans=opened["plans"],
-            draining_scopes=opened["draining"],
-            counts=dict(counts),
-        )
+        kept = (self.keeper.counts, self.keeper.manifest.counts) if self.keeper else ()
+        return take_stats(self.catalog, self.plane, (counts, *kept))
 
     def close(self) -> bool:
-        """End everything within the configured time; True when nothing was left in flight.  Twice is safe."""
+        """End everything within the configured time; True when nothing was left in flight.  Twice is safe.
+
+        What DRAM holds is written to disk, as far as time and space allow, so that the next open finds it.
+        """
         self._is_closed = True
         return self.plane.close(self._config.timeouts.close_ns)
 
@@ -242,7 +243,11 @@ class Store:
     # -- private ----------------------------------------------------------------------------------------
 
     def _on_saved(self, done: Completion) -> None:
-        self._settle(self.catalog.finish(done))
+        """On the pump's thread, which must not wait for a commit."""
+        if self.keeper is None:
+            self._settle(self.catalog.finish(done))
+        else:
+            self.keeper.post(lambda: self._settle(self.catalog.finish(done)))
 
     def _settle(self, outcome: Outcome | None) -> None:
         if outcome is None or outcome.kind is not PlanKind.SAVE:
@@ -276,6 +281,8 @@ class Store:
     def _tick(self) -> None:
         for outcome in self.catalog.expire(self._clock.now_ns()):
             self._settle(outcome)
+        if self.keeper is not None:
+            self.keeper.tick()
         if not self._is_closed:
             self._arm_tick()
 

@@ -27,21 +27,24 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("config", "keys", "messages", "placement", "layout", "index"),
     ("kernels.kvtable", "kernels.checksum", "sched.hrrn", "sched.ready", "sched.settings", "sched.estimate"),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "sched.actions", "sched.budget"),
-    ("scopes", "io.tiles", "kernels.scatter", "kernels.gather"),
+    ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
+    ("scopes",),
     ("space",),
     ("ledger", "prefix", "sched.state"),
-    ("reserve", "sched.mas"),
+    ("reserve", "reopen", "sched.mas"),
     ("settle",),
     # Decides / acts.
     ("catalog", "io.paged", "io.engine", "io.pieces"),
     ("stats", "hits"),
     ("io.memory", "io.posix", "io.kvikio", "io.pooldir", "io.arena", "io.window", "io.records"),
-    ("io.filepool", "io.staged", "io.verdict", "io.sizing"),
-    ("io.pump", "io.tilecopy", "io.probe"),
+    ("io.salvage", "io.scribe", "io.dramdump"),
+    ("io.filepool", "io.staged", "io.verdict", "io.sizing", "io.manifestfile"),
+    ("io.pump", "io.tilecopy", "io.probe", "io.manifestdb"),
     ("io.parts", "io.restore", "io.save"),
     ("io.tilebatch", "io.recording", "io.judging"),
     ("io.reading", "io.writing"),
-    ("dataplane",),
+    ("dataplane", "openmedia", "keeper"),
+    ("snapshot",),
     # One process that has both.
     ("store",),
     ("loop_request", "assemble"),
@@ -63,7 +66,8 @@ LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 
 PURE = {
     *("errors", "units", "fields", "gva", "geometry", "config", "keys", "messages", "placement", "layout", "index"),
-    *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog", "io.plan", "io.tiles"),
+    *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
+    *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
@@ -94,7 +98,7 @@ FILE_NAMES = {
     *("os.unlink", "os.rmdir", "os.listdir", "os.scandir", "os.walk", "os.link", "os.symlink", "os.chmod", "os.fchmod"),
     *("os.access", "os.lockf", "os.path.exists", "os.path.isfile", "os.path.isdir", "os.path.getsize"),
     *("numpy.memmap", "numpy.fromfile", "numpy.save", "numpy.savez", "torch.save", "torch.from_file"),
-    *("mmap", "fcntl", "tempfile", "shutil", "pathlib.Path", "glob"),
+    *("mmap", "fcntl", "tempfile", "shutil", "pathlib.Path", "glob", "sqlite3.connect"),
 }
 DEVICE_NAMES = {"torch.cuda", "torch.accelerator", "cupy", "cupyx", "kvikio", "cuda", "pynvml"}
 DEVICE_FACTS = {

@@ -54,9 +54,9 @@ class FilePool:
     direct: bool
     """Whether all files are open with O_DIRECT."""
     kept: bool
-    """Whether every old file has the place and size that it had, under the same geometry and rank.
+    """Whether all files that the old pool and this one share have their place and size, under one geometry.
 
-    Only then may anything written about the content before still be true.  New files may have been added.
+    Only then may anything written about the content before still be true.  Files may have been added or removed.
     """
 
     def __init__(self, files: Files, spec: PoolSpec) -> None:
@@ -243,7 +243,7 @@ def _header(spec: PoolSpec, count: int, place: int) -> Header:
 
 def _continues(old: Header | None, new: Header, sizes: list[int | None]) -> bool:
     """Whether the files that `old` tells of are there, unchanged, in the pool that `new` tells of."""
-    if old is None or old.files > new.files or replace(old, files=new.files) != new:
+    if old is None or replace(old, files=new.files) != new:
         return False
     return all(size_bytes == new.pool_file_bytes for size_bytes in sizes[: old.files])
 

@@ -9,8 +9,10 @@ import torch
 
 from flatcake.clock import Clock
 from flatcake.gva import Medium
+from flatcake.io.arena import Arena
 from flatcake.io.device import Device, Stream
 from flatcake.io.engine import Buffer, Engine, Result, Transfer
+from flatcake.io.filepool import FilePool
 from flatcake.io.plan import PlanLimits
 from flatcake.io.pump import Pump
 from flatcake.io.records import ExtentRef, Record, RecordBook
@@ -73,6 +75,10 @@ class Parts:
     copier: Copier
     book: RecordBook
     verify: bool
+    arena: Arena | None = None
+    """The memory of the DRAM medium."""
+    pool: FilePool | None = None
+    """The files of the SSD medium."""
     counts: Counter[str] = field(default_factory=Counter)
     streams: deque[Stream] = field(default_factory=deque)
     """Streams that no restore or save uses now."""

@@ -66,7 +66,7 @@ class Recording:
         for row in rows.tolist():
             blocks = slice(row[FIRST_BLOCK], row[FIRST_BLOCK] + row[BLOCKS])
             record.sums[row[FIRST_SLOT] : row[FIRST_SLOT] + row[BLOCKS]] = self._sums[blocks]
-        first = int(rows[:, FIRST_SLOT].min())
+        first = 0 if record.is_new else int(rows[:, FIRST_SLOT].min())
         end = int((rows[:, FIRST_SLOT] + rows[:, BLOCKS]).max())
         offset, size_bytes = self._parts.book.dirty_range(ref, first, end - first)
         self._parts.book.hold(record)
@@ -75,6 +75,7 @@ class Recording:
         def finish(results: list[Result]) -> None:
             self._parts.book.let_go(record)
             whole = not results[0].error and results[0].moved_bytes == size_bytes
+            record.is_new = record.is_new and not whole
             self._done(ref, "" if whole else f"record write failed (errno {results[0].error})")
 
         self._parts.media[Medium(ref.medium)].host_engine.write(

@@ -54,6 +54,8 @@ class Record:
     """uint64 [room, layers]: a view of `raw`."""
     users: int = 0
     """Restores and saves that need it in memory."""
+    is_new: bool = False
+    """Whether its header is not on the medium yet: whoever writes first, writes it too."""
 
 
 class RecordBook:
@@ -71,6 +73,7 @@ class RecordBook:
     def blank(self, ref: ExtentRef) -> Record:
         """A record with a valid header and no sums; what was known of the extent's last tenant is dropped."""
         record = self._new(ref)
+        record.is_new = True
         record.raw[: _HEADER.size] = np.frombuffer(_HEADER.pack(*self._header(ref)), np.uint8)
         self._keep(record)
         return record

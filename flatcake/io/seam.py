@@ -11,7 +11,9 @@ import errno
 import fcntl
 import mmap
 import os
+import sqlite3
 import stat
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,10 +101,30 @@ class Files:
         fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | (os.O_DIRECT if direct else 0), 0o600)
         try:
             _require_regular(fd, path)
+            if create or stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
+                os.fchmod(fd, 0o600)  # Whatever the umask has taken, or somebody given.
         except OSError:
             os.close(fd)
             raise
         return fd
+
+    def open_database(self, path: str, *, blob_bytes_max: int) -> sqlite3.Connection:
+        """Open a SQLite database that is there, for the owner alone; its own transactions are switched off.
+
+        Raises:
+            sqlite3.Error: Whatever SQLite says; it has looked at nothing of the content yet.
+        """
+        database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, blob_bytes_max)
+        return database
+
+    def rename(self, path: str, to: str) -> None:
+        """Give a file or link another name; what had that name before is replaced."""
+        os.replace(path, to)
+
+    def wall_s(self) -> int:
+        """Seconds since 1970."""
+        return int(time.time())
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         """Give a file its blocks on the disk, so that later writes cannot run out of space."""

@@ -101,7 +101,7 @@ def test_reopening_keeps_content(files: FaultyFiles, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"geometry": "h"}, {"rank": 1}, {"file_bytes": 2 * FILE}, {"file_bytes": FILE // 2}, {"files": 2}]
+    "changes", [{"geometry": "h"}, {"rank": 1}, {"file_bytes": 2 * FILE}, {"file_bytes": FILE // 2}]
 )
 def test_other_shape_reuses_files_and_says_so(files: FaultyFiles, tmp_path: Path, changes: dict[str, Any]) -> None:
     FilePool(files, spec(tmp_path)).close()
@@ -113,6 +113,19 @@ def test_other_shape_reuses_files_and_says_so(files: FaultyFiles, tmp_path: Path
     pool.close()
     pool = FilePool(files, wanted)
     assert pool.kept
+    pool.close()
+
+
+def test_a_smaller_pool_keeps_the_files_that_are_left(files: FaultyFiles, tmp_path: Path) -> None:
+    pool = FilePool(files, spec(tmp_path))
+    pool.close()
+    Path(pool.paths[1]).write_bytes(b"x" * FILE)
+    before = [Path(path).read_bytes() for path in pool.paths]
+    assert len(before) > 2
+    pool = FilePool(files, spec(tmp_path, files=2))
+    pool.check()
+    assert pool.kept and [Path(path).read_bytes() for path in pool.paths] == before[:2]
+    assert len(list(tmp_path.glob("pool-*"))) == 2
     pool.close()
 
 

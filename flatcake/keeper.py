@@ -1,0 +1,170 @@
+"""What of a store outlives its process: the manifest, the DRAM medium on disk, and when each is believed.  DESIGN §7.
+
+At open the catalog is filled from the manifest, if the pool still is the one that it tells of.  While the
+store runs, saves end on the scribe's thread: committed, then published.  At a clean close DRAM is written to
+a file.  Whatever goes wrong here costs hits after a restart, and nothing else.
+Write path:  data planes -> [keeper] -> catalog.finish -> manifest -> index
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from flatcake.catalog import Catalog
+from flatcake.clock import Clock
+from flatcake.gva import Medium
+from flatcake.io.dramdump import DUMP, Range, read_dump, write_dump
+from flatcake.io.manifestdb import ManifestDB
+from flatcake.io.parts import Parts
+from flatcake.io.pooldir import attempt
+from flatcake.io.scribe import Scribe
+from flatcake.io.seam import Files
+from flatcake.manifest import BASE_BYTES, ROOM_BLOCKS, TurnRow
+
+log = logging.getLogger(__name__)
+
+_NS_PER_S = 1e9
+
+
+class Keeper:
+    """Keeps one store over restarts; only for catalog and data plane in one process."""
+
+    def __init__(self, catalog: Catalog, parts: Parts, manifest: ManifestDB, files: Files, free_bytes_min: int) -> None:
+        assert parts.pool is not None
+        self.manifest = manifest
+        self.counts: Counter[str] = Counter()
+        self._catalog, self._parts, self._files = catalog, parts, files
+        self._clock: Clock = parts.clock
+        self._free_bytes_min = free_bytes_min
+        self._home = parts.pool.paths[0].rpartition("/")[0]
+        self._scribe = Scribe()
+        self._settling = threading.Lock()
+
+    def reopen(self) -> None:
+        """Fill the catalog, once, before anybody else uses it."""
+        assert self._parts.pool is not None
+        is_same = self._parts.pool.kept
+        stored = self.manifest.load(trusted=self._parts.verify)
+        if not is_same and len(stored):
+            self.counts["reopen: rows of another pool"] += len(stored)
+        space = self._catalog.space
+        if is_same:
+            dropped = self._catalog.reopen(stored, self._clock.now_ns())
+            in_dram = stored.numbers[stored.media == Medium.DRAM].tolist()
+            self._load_dram()
+            self.manifest.start([*dropped, *in_dram])
+        else:
+            space.generation = stored.generation
+            self.manifest.start((), everything=True)
+        self._remove_dump()
+        space.manifest = self.manifest
+
+    def post(self, task: Callable[[], object]) -> None:
+        """Run what may wait on a disk: on the scribe's thread, or here once that has ended."""
+        if not self._scribe.post(task):
+            task()
+
+    def tick(self) -> None:
+        """Let the manifest forget what was reclaimed, if no commit has done so."""
+        if self._settling.acquire(blocking=False):
+
+            def settle() -> None:
+                try:
+                    self.manifest.settle()
+                finally:
+                    self._settling.release()
+
+            if not self._scribe.post(settle):
+                self._settling.release()
+
+    def flush(self) -> bool:
+        """See everything on SSD that is visible now to the disk: the data, then the manifest; whether it is there."""
+        return self._sync_pool() and self.manifest.checkpoint()
+
+    def close(self, end_ns: int) -> bool:
+        """Write down what is to be found again; call it when no I/O is in flight, before files are let go.
+
+        What is not done at `end_ns` is lost over the restart.  Returns whether all was done.
+        """
+        reached = threading.Event()
+        self._parts.pump.post(reached.set)  # Reports that were posted before are in the scribe's hands then.
+        is_idle = self._parts.pump.on_thread() or reached.wait(self._left_ns(end_ns) / _NS_PER_S)
+        is_idle = self._scribe.close(self._left_ns(end_ns)) and is_idle
+        if not is_idle:
+            log.warning("%s: closed with commits under way; DRAM is not kept", self._home)
+            return False
+        rows = self._dump_dram(end_ns)
+        used = [scope.scope_id for scope in sorted(self._catalog.space.scopes, key=lambda scope: scope.order)]
+        return self.manifest.close(rows, used, clean=self._sync_pool())
+
+    def check(self) -> None:
+        """Assert that the manifest is sound, and knows no more extents than there are."""
+        self.manifest.check()
+
+    # -- DRAM -------------------------------------------------------------------------------------------
+
+    def _load_dram(self) -> None:
+        """Bring the bytes of the DRAM scopes back; those whose bytes are gone are withdrawn."""
+        space = self._catalog.space
+        scopes = [scope for scope in space.scopes if scope.medium is Medium.DRAM]
+        if not scopes:
+            return
+        assert self._parts.arena is not None
+        lanes = self._parts.lanes
+        spans = [(e.base_bytes, lanes.extent_bytes(e.room_blocks)) for scope in scopes for e in scope.extents]
+        came = iter(read_dump(self._files, f"{self._home}/{DUMP}", self._parts.arena.array, spans))
+        for scope in scopes:
+            if sum(next(came) for _ in scope.extents) < len(scope.extents):
+                self.counts["reopen: DRAM scopes lost"] += 1
+                space.withdraw(scope)
+
+    def _dump_dram(self, end_ns: int) -> list[TurnRow]:
+        """Write the DRAM scopes to a file, the one used last first, while there is time and space."""
+        if self._parts.arena is None:
+            return []
+        rows = self._catalog.rows_of(Medium.DRAM)
+        self._remove_dump()
+        if not rows:
+            return []
+        left_bytes = (attempt(self._files.free_bytes, self._home) or 0) - self._free_bytes_min
+
+        def go_on(size_bytes: int) -> bool:
+            nonlocal left_bytes
+            left_bytes -= size_bytes
+            return left_bytes >= 0 and self._left_ns(end_ns) > 0
+
+        groups = [self._spans(row) for row in rows]
+        path = f"{self._home}/{DUMP}"
+        done = attempt(write_dump, self._files, path, self._parts.arena.array, groups, go_on) or 0
+        self.counts["DRAM scopes not kept at close"] += len(rows) - done
+        if done < len(rows):
+            log.warning("%s: %d of %d DRAM scopes are not kept: no time or space", path, len(rows) - done, len(rows))
+        return rows[:done]
+
+    def _spans(self, row: TurnRow) -> Sequence[Range]:
+        """Where the extents of a row lie, each once."""
+        lanes = self._parts.lanes
+        return sorted({(p[BASE_BYTES], lanes.extent_bytes(p[ROOM_BLOCKS])) for p in row.parts.tolist()})
+
+    def _remove_dump(self) -> None:
+        try:
+            self._files.remove(f"{self._home}/{DUMP}")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("%s/%s: %s", self._home, DUMP, error)
+
+    def _sync_pool(self) -> bool:
+        assert self._parts.pool is not None
+        try:
+            for fd in self._parts.pool.fds:
+                self._files.sync(fd)
+        except OSError as error:
+            self.counts["flushes failed"] += 1
+            log.warning("%s: %s", self._home, error)
+            return False
+        return True
+
+    def _left_ns(self, end_ns: int) -> int:
+        return max(0, end_ns - self._clock.now_ns())
