@@ -12,7 +12,7 @@ PANEL_W, PANEL_H, LEFT, TOP, GAP_X, GAP_Y = 300, 190, 70, 70, 60, 70
 
 
 def write(path: str, cases: Cases, loads: Sequence[float], orders: Sequence[str]) -> None:
-    """Draw mean (solid) and P99 (dashed) in milliseconds on a logarithmic scale, a panel for each class and arrivals."""
+    """Draw mean (solid) and P99 (dashed) on a logarithmic scale; a panel for each class and kind of arrivals."""
     parts = []
     for row, kind in enumerate(("small", "large")):
         values = [
@@ -48,7 +48,8 @@ def write(path: str, cases: Cases, loads: Sequence[float], orders: Sequence[str]
         parts.append(f'<text x="{x + 20}" y="28">{NAMES[order]}</text>')
     parts.append(f'<text x="{LEFT + 570}" y="28">solid: mean; dashed: P99</text>')
     width, height = LEFT + 2 * PANEL_W + GAP_X + 90, TOP + 2 * PANEL_H + GAP_Y + 50
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">'
+    size = f'width="{width}" height="{height}" font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"]))
 

@@ -123,7 +123,7 @@ class World:
         eventually(self.store, what)
 
     def stat(self, name: str) -> Any:
-        return self.loop.stats().get(name, 0)
+        return self.loop.stats()[name]
 
     def assert_holds(self, ready: Ready, tokens: Pages, blocks: int) -> None:
         """The leading pages hold what the store was given for these tokens."""
