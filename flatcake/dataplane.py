@@ -4,6 +4,7 @@ One process may hold a catalog and a data plane (`store`), or a rank's worker ho
 catalog elsewhere sends it plans.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -57,6 +58,7 @@ class DataPlane:
         self._close_parts = close_parts
         self._lock = threading.Lock()
         self._is_closed = False
+        self._process = os.getpid()
         self._restores: dict[Reading, Restore] = {}
         """Under the lock, as the next one: all that have not been reported, those that wait for their turn too."""
         self._saves: set[Writing] = set()
@@ -139,6 +141,15 @@ class DataPlane:
         """
         self.kv.page_table(pages, blocks, self._geometry.pages_per_block, holes=False)
 
+    def require_threads(self) -> None:
+        """A child of fork has the store's memory and none of its threads: nothing would ever end there.
+
+        Raises:
+            ClosedError: This process is one.
+        """
+        if os.getpid() != self._process:
+            raise ClosedError(f"the store is of process {self._process}, before a fork; open another one after it")
+
     def nothing(self, reason: str, blocks: int = 0) -> Restore:
         """A restore that is over before it began: a miss with a reason, or `blocks` that are in the pages already."""
         empty = make_tiles(Runs.none(), self.parts.lanes, self.parts.limits)
@@ -167,14 +178,17 @@ class DataPlane:
         """Refuse new work, drop restores, wait for what is in flight; True when nothing was left.
 
         Every handle is over when this returns.  I/O that is stuck in the kernel is left behind when the time is
-        up, with the files that it uses; another call waits again.
+        up, with the files that it uses; another call waits again.  In a child of fork nothing is touched.
         """
+        if os.getpid() != self._process:
+            return False
         with self._lock:
             self._is_closed = True
         end_ns = self.parts.clock.now_ns() + wait_ns
         self.cancel_all("closed")
         is_clean = self._close_parts(wait_ns)
         is_clean = self.parts.pump.close(max(0, end_ns - self.parts.clock.now_ns())) and is_clean
+        self.parts.copier.close()
         with self._lock:
             restores, saves = [*self._restores.values()], [*self._saves]
             self._restores, self._saves = {}, set()
@@ -244,6 +258,7 @@ class DataPlane:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the data plane is closed; open the store again")
+        self.require_threads()
 
 
 def layout_number(fingerprint: str) -> int:

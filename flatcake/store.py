@@ -290,3 +290,4 @@ class Store:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the store is closed; open it again")
+        self.plane.require_threads()

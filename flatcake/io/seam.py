@@ -50,7 +50,17 @@ class Files:
 
     def make_directory(self, path: str) -> None:
         """Make a directory for the owner alone, with its parents; one that exists is left as it is."""
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        if os.path.isdir(path):
+            return
+        parent = os.path.dirname(path)
+        if parent and parent != path:
+            self.make_directory(parent)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(path):  # Else another has just made it.
+                raise
+        _give_owner(path, 0o700)
 
     def real_path(self, path: str) -> str:
         """The path without symbolic links; it need not exist."""
@@ -69,10 +79,15 @@ class Files:
         try:
             _require_regular(fd, path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _give_owner(fd, 0o600)
         except OSError:
             os.close(fd)
             raise
         return fd
+
+    def unlock(self, fd: int) -> None:
+        """Let go of a lock, also for children of fork, which hold the same open file."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
     def read_text(self, path: str, bytes_max: int) -> str:
         """The start of a small regular file; never waits for a writer, as a pipe would."""
@@ -99,6 +114,8 @@ class Files:
         fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | (os.O_DIRECT if direct else 0), 0o600)
         try:
             _require_regular(fd, path)
+            if create:
+                _give_owner(fd, 0o600)
         except OSError:
             os.close(fd)
             raise
@@ -177,6 +194,12 @@ def view_memory(address: int, size_bytes: int) -> ByteArray:
 def _require_regular(fd: int, path: str) -> None:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
+
+
+def _give_owner(target: str | int, mode: int) -> None:
+    """Give the owner the permissions that an odd umask has kept back."""
+    if os.stat(target).st_mode & mode != mode:
+        os.chmod(target, mode)
 
 
 def _available_bytes() -> int | None:
