@@ -27,8 +27,7 @@ _COUNTS = (
     "late_at_hand_out",  # hits from DRAM that waited for pages beyond their deadline
     "restores_short",  # delivered less than was leased
     "restores_given_up",  # their reads did not return
-    "dram_restores",  # begun at hand-out
-    "dram_restore_ns",
+    *("dram_restores", "dram_restore_ns"),  # begun at hand-out
 )
 
 

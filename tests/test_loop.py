@@ -888,6 +888,7 @@ def test_statistics_add_up(build: Build) -> None:
     assert (world.stat("fetching"), world.stat("running"), world.stat("waiting")) == (1, 1, 0)
     world.clock.advance(4 * MS)
     world.release()
+    assert hit.result().blocks == 4
     world.until(lambda: world.stat("ready") == 1)
     world.clock.advance(2 * MS)
     ready = world.next()
