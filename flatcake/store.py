@@ -16,7 +16,6 @@ from flatcake.config import StoreConfig
 from flatcake.dataplane import DataPlane
 from flatcake.errors import ClosedError, ShapeError
 from flatcake.geometry import Geometry
-from flatcake.gva import Medium
 from flatcake.hits import Lease, Match
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
@@ -207,13 +206,9 @@ class Store:
         """What the store holds and did; cheap enough to ask every second."""
         parts, space = self.plane.parts, self.catalog.space
         opened = self.catalog.open_counts()
-        blocks = dict.fromkeys(Medium, 0)
-        for scope in space.scopes:
-            blocks[scope.medium] += scope.blocks
+        paths = {medium: io.engine.name for medium, io in parts.media.items()}
         media = {
-            medium.name.lower(): MediumStats.of(
-                table, blocks[medium], parts.media[medium].engine.name if medium in parts.media else ""
-            )
+            medium.name.lower(): MediumStats.of(table, space.index.blocks_on(medium), paths.get(medium, ""))
             for medium, table in space.tables.items()
         }
         with self._lock:
