@@ -188,7 +188,6 @@ class DataPlane:
         self.cancel_all("closed")
         is_clean = self._close_parts(wait_ns)
         is_clean = self.parts.pump.close(max(0, end_ns - self.parts.clock.now_ns())) and is_clean
-        self.parts.copier.close()
         with self._lock:
             restores, saves = [*self._restores.values()], [*self._saves]
             self._restores, self._saves = {}, set()
