@@ -62,6 +62,7 @@ class Catalog:
 
     def lease(self, keys: KeyArray, now_ns: int, hold_ns: int | None = None) -> LeaseEntry:
         """Pin the longest stored prefix of `keys`: looked up again, under the lock, before it is trusted."""
+        deadline_ns = now_ns + (self._lease_ns if hold_ns is None else hold_ns)
         with self._lock:
             hit = self.match(keys.copy())
             prefix = prefix_of(hit.gvas, np.arange(hit.blocks), self.space)
@@ -74,7 +75,7 @@ class Catalog:
                 gvas=hit.gvas,
                 runs=prefix.runs,
                 scopes=prefix.scopes,
-                deadline_ns=now_ns + (self._lease_ns if hold_ns is None else hold_ns),
+                deadline_ns=deadline_ns,
                 release=self.release_number,
             )
             self._ledger.leases[entry.lease_id] = entry
@@ -124,11 +125,12 @@ class Catalog:
             for scope in pinned:
                 self.space.pin(scope)
             request = SaveRequest(session, turn, gvas, known, self._block_tokens)
-            reserved = reserve_turn(request, self.space, self._placement, pinned, now_ns)
-            self.space.scopes.touch(pinned, now_ns)
-            plan = self._save_plan(keys, gvas, reserved, pinned, now_ns) if reserved else self._refuse("no room")
-            self._unpin(pinned)
-            return plan
+            try:
+                reserved = reserve_turn(request, self.space, self._placement, pinned, now_ns)
+                self.space.scopes.touch(pinned, now_ns)
+                return self._save_plan(keys, gvas, reserved, pinned, now_ns) if reserved else self._refuse("no room")
+            finally:
+                self._unpin(pinned)
 
     # -- reports of ranks -------------------------------------------------------------------------------
 

@@ -4,9 +4,8 @@ One process may hold a catalog and a data plane (`store`), or a rank's worker ho
 catalog elsewhere sends it plans.
 """
 
+import os
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +18,7 @@ from flatcake.io.paged import PagedKV
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work, pieces_of
 from flatcake.io.plan import PlanLimits, make_tiles
+from flatcake.io.pump import Timer
 from flatcake.io.reading import Reading
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
@@ -62,12 +62,14 @@ class DataPlane:
         self._close_parts = close_parts
         self._lock = threading.Lock()
         self._is_closed = False
+        self._process = os.getpid()
         self._restores: dict[Reading, Restore] = {}
         """Under the lock, as the next one: all that have not been reported, those that wait for their turn too."""
         self._saves: set[Writing] = set()
+        self._deadlines: dict[Reading | Writing, Timer] = {}
         # Of the pump's thread:
         self._active: set[Reading] = set()
-        self._queued: deque[tuple[Reading, Callable[[], None]]] = deque()
+        self._queued: dict[Reading, Callable[[], None]] = {}
         parts.pump.on_failure = self._on_failure
 
     def restore(self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report) -> Restore:
@@ -98,8 +100,9 @@ class DataPlane:
         reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report))
         with self._lock:
             self._require_open()
+            restore.on_drop = lambda: self.parts.pump.post(reading.end_if_idle)
             self._restores[reading] = restore
-        self._at(deadline_ns, weakref.WeakMethod(reading.drop))
+            self._deadlines[reading] = self.parts.pump.at(deadline_ns, partial(reading.drop, "deadline"))
         self.parts.pump.post(lambda: self._queue(reading, lambda: reading.start(table, after)))
         return restore
 
@@ -131,7 +134,7 @@ class DataPlane:
         with self._lock:
             self._require_open()
             self._saves.add(writing)
-        self._at(deadline_ns, weakref.WeakMethod(writing.give_up))
+            self._deadlines[writing] = self.parts.pump.at(deadline_ns, partial(writing.give_up, "deadline"))
         return save
 
     def check_pages(self, pages: object, blocks: int) -> None:
@@ -141,6 +144,15 @@ class DataPlane:
             PageTableError: Too short, out of range, or a page named twice.
         """
         self.kv.page_table(pages, blocks, self._geometry.pages_per_block, holes=False)
+
+    def require_threads(self) -> None:
+        """A child of fork has the store's memory and none of its threads: nothing would ever end there.
+
+        Raises:
+            ClosedError: This process is one.
+        """
+        if os.getpid() != self._process:
+            raise ClosedError(f"the store is of process {self._process}, before a fork; open another one after it")
 
     def nothing(self, reason: str, blocks: int = 0) -> Restore:
         """A restore that is over before it began: a miss with a reason, or `blocks` that are in the pages already."""
@@ -160,18 +172,20 @@ class DataPlane:
         return restore
 
     def cancel_all(self, reason: str) -> None:
-        """Give all pages back; restores under way end as misses with `reason`."""
+        """Give all pages back; restores under way have ended as misses with `reason` when this returns."""
         with self._lock:
-            readings = list(self._restores)
-        for reading in readings:
-            self.parts.pump.post(partial(reading.drop, reason))
+            restores = list(self._restores.values())
+        for restore in restores:
+            restore.cancel(reason)
 
     def close(self, wait_ns: int) -> bool:
         """Refuse new work, drop restores, wait for what is in flight; True when nothing was left.
 
         Every handle is over when this returns.  I/O that is stuck in the kernel is left behind when the time is
-        up, with the files that it uses; another call waits again.
+        up, with the files that it uses; another call waits again.  In a child of fork nothing is touched.
         """
+        if os.getpid() != self._process:
+            return False
         with self._lock:
             self._is_closed = True
         end_ns = self.parts.clock.now_ns() + wait_ns
@@ -190,26 +204,30 @@ class DataPlane:
     # -- the pump's -------------------------------------------------------------------------------------
 
     def _queue(self, reading: Reading, start: Callable[[], None]) -> None:
-        self._queued.append((reading, start))
-        self._start_queued()
+        if not reading.is_over:
+            self._queued[reading] = start
+            self._start_queued()
 
     def _start_queued(self) -> None:
         while self._queued and len(self._active) < self._restores_max:
-            reading, start = self._queued.popleft()
-            if not reading.is_over:
-                self._active.add(reading)
-                start()
+            reading = next(iter(self._queued))
+            start = self._queued.pop(reading)
+            self._active.add(reading)
+            start()
 
     def _end_restore(self, reading: Reading, done: Completion, report: Report) -> None:
         self._active.discard(reading)
+        self._queued.pop(reading, None)
         with self._lock:
             self._restores.pop(reading, None)
+            self.parts.pump.forget(self._deadlines.pop(reading))
         self.parts.pump.post(self._start_queued)
         report(done)
 
     def _end_save(self, writing: Writing, done: Completion, report: Report) -> None:
         with self._lock:
             self._saves.discard(writing)
+            self.parts.pump.forget(self._deadlines.pop(writing))
         report(done)
 
     def _on_failure(self) -> None:
@@ -236,15 +254,6 @@ class DataPlane:
             first_tile_bytes=limits.slot_bytes,
         )
 
-    def _at(self, deadline_ns: int, end: "weakref.WeakMethod[Callable[[str], None]]") -> None:
-        """End something at its deadline, without keeping it in memory until then."""
-
-        def on_deadline() -> None:
-            if (call := end()) is not None:
-                call("deadline")
-
-        self.parts.pump.at(deadline_ns, on_deadline)
-
     def _mark(self, stream: object) -> Event:
         device = self.parts.device
         return device.record(device.stream_of(stream))
@@ -252,6 +261,7 @@ class DataPlane:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the data plane is closed; open the store again")
+        self.require_threads()
 
 
 def layout_number(fingerprint: str) -> int:

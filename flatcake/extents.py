@@ -117,6 +117,8 @@ class Extent:
     generation: int
     scope_id: int
     used_blocks: int = field(default=0)
+    holes: dict[int, int] = field(default_factory=dict)
+    """Slots that were given back while others followed them: end to first."""
 
     @property
     def free_blocks(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatcake.errors import AddressError, CapacityError, ConfigError, ShapeError
-from flatcake.gva import GVA_LIMIT
+from flatcake.gva import GVA_LIMIT, MEDIUM_LIMIT, MEDIUM_SHIFT
 
 MISS = np.uint64(2**64 - 1)
 """What `lookup` returns for an absent key; of a reserved medium, so never an address."""
@@ -53,9 +53,14 @@ class Index:
         self._gvas = _words(self._buckets * _LANES, int(MISS))  # MISS marks an empty slot.
         self._passed = np.zeros(self._buckets, np.uint32)
         self._live = 0
+        self._on_medium = np.zeros(MEDIUM_LIMIT, np.int64)
 
     def __len__(self) -> int:
         return self._live
+
+    def blocks_on(self, medium: int) -> int:
+        """Live entries whose address is on one medium."""
+        return int(self._on_medium[medium])
 
     @property
     def size_bytes(self) -> int:
@@ -116,6 +121,7 @@ class Index:
         self._gvas[slots[~fresh]] = gvas[tails[~fresh]]
         self._insert(first[tails[fresh]], last[tails[fresh]], gvas[tails[fresh]])
         self._live += added
+        self._on_medium += _by_medium(gvas[tails]) - _by_medium(old[~fresh])
         return superseded
 
     def withdraw(self, keys: _Words, gvas: _Words) -> int:
@@ -148,6 +154,7 @@ class Index:
         self._gvas[slots] = MISS
         np.subtract.at(self._passed, self._passed_by(self._home(first[rows], last[rows]), slots), 1)
         self._live -= len(slots)
+        self._on_medium -= _by_medium(gvas[rows])
         return len(slots)
 
     def reach_counts(self) -> list[int]:
@@ -162,6 +169,7 @@ class Index:
         first, last = self._first[slots], self._last[slots]
         assert len(slots) == self._live <= self.entries_max, (len(slots), self._live, self.entries_max)
         assert (self._gvas[slots] < GVA_LIMIT).all(), "an entry holds no valid address"
+        assert (self._on_medium == _by_medium(self._gvas[slots])).all(), "media are counted wrong"
         assert _grouped(first, last)[1].all(), "a key is stored twice"
         found, gvas = self._find(first, last)
         assert (found == slots).all() and (gvas == self._gvas[slots]).all(), "an entry cannot be found"
@@ -245,6 +253,11 @@ def _check_gvas(gvas: _Words, count: int) -> None:
         raise ShapeError(f"gvas: expected uint64 [{count}], got {_described(gvas)}")
     if count and int(gvas.max()) >= GVA_LIMIT:
         raise AddressError(f"gvas: {int(gvas.max()):#x} is no address; expected values that gva.encode returns")
+
+
+def _by_medium(gvas: _Words) -> _Slots:
+    """Count addresses by their medium."""
+    return np.bincount((gvas >> np.uint64(MEDIUM_SHIFT)).astype(np.int64), minlength=MEDIUM_LIMIT)
 
 
 def _described(value: object) -> str:

@@ -21,7 +21,14 @@ from flatcake.units import SECOND
 
 log = logging.getLogger(__name__)
 
-_SLEEP_NS_MAX = 3600 * SECOND
+_SLEEP_NS_MAX, _NEVER_NS = 3600 * SECOND, 1 << 62
+_COUNTS = (
+    "takes_refused",  # by the engine, at any time
+    "late_at_hand_out",  # hits from DRAM that waited for pages beyond their deadline
+    "restores_short",  # delivered less than was leased
+    "restores_given_up",  # their reads did not return
+    *("dram_restores", "dram_restore_ns"),  # begun at hand-out
+)
 
 
 class Driver:
@@ -48,7 +55,7 @@ class Driver:
         """What the engine took back and has not got yet; what returns meanwhile is not asked for at once."""
         self.is_closed = False
         """Nothing further comes in or is handed out."""
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._open: dict[int, Fetch] = {}
         """Restores under way, oldest first."""
         self._todo: deque[Action | Entry] = deque()
@@ -76,7 +83,8 @@ class Driver:
         """
         found = self._pages.take(count)
         if found is None:
-            self.counts["takes_refused"] += 1
+            with self.lock:
+                self.counts["takes_refused"] += 1
             return None
         return as_table(found, count)
 
@@ -290,6 +298,3 @@ class Driver:
             if fetch.ticket is None and entry.is_forgotten:
                 self.release_soon(entry)
             self.changed.notify_all()
-
-
-_NEVER_NS = 1 << 62

@@ -105,7 +105,8 @@ class Outlet:
         now_ns = self._clock.now_ns()
         if 0 < entry.sched.deadline_ns < now_ns and not entry.prefix.recompute:
             entry.prefix = Prefix.LATE
-            driver.counts["late_at_hand_out"] += 1
+            with driver.lock:
+                driver.counts["late_at_hand_out"] += 1
         if entry.prefix.recompute or not entry.lease.blocks:
             return Fetch(entry, driver.store.plane.nothing(_REASONS.get(entry.prefix, "")), pages, None, now_ns)
         try:

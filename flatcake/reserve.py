@@ -53,6 +53,7 @@ def reserve_turn(
     """
     gvas = request.gvas
     decision = placement.place(_signals(request, space, now_ns))
+    medium = Medium(decision.medium)  # A user's placement may name anything: raise before a slot is taken.
     lead = np.arange(min(decision.shared_dram_blocks, len(gvas)))
     lead = lead[(gvas[lead] == MISS) | (gvas[lead] >= DRAM_GVA_LIMIT)]
     slots = _reserve(None, Medium.DRAM, len(lead), space, pinned, now_ns)
@@ -61,8 +62,8 @@ def reserve_turn(
     missing = gvas == MISS
     missing[lead] = False
     rest = np.flatnonzero(missing)
-    taken = _reserve(request.session, decision.medium, len(rest), space, pinned, now_ns)
-    spilled = taken is None and decision.medium is Medium.DRAM
+    taken = _reserve(request.session, medium, len(rest), space, pinned, now_ns)
+    spilled = taken is None and medium is Medium.DRAM
     if spilled:
         taken = _reserve(request.session, Medium.SSD, len(rest), space, pinned, now_ns)
     if taken is None:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 
 from flatcake.catalog import Catalog
 from flatcake.dataplane import DataPlane
-from flatcake.gva import Medium
 from flatcake.stats import MediumStats, StoreStats
 
 
@@ -13,13 +12,9 @@ def take_stats(catalog: Catalog, plane: DataPlane, more: Iterable[Mapping[str, i
     """Ask catalog and data plane what they hold and did; `more` are counts of others."""
     parts, space = plane.parts, catalog.space
     opened = catalog.open_counts()
-    blocks = dict.fromkeys(Medium, 0)
-    for scope in space.scopes:
-        blocks[scope.medium] += scope.blocks
+    paths = {medium: io.engine.name for medium, io in parts.media.items()}
     media = {
-        medium.name.lower(): MediumStats.of(
-            table, blocks[medium], parts.media[medium].engine.name if medium in parts.media else ""
-        )
+        medium.name.lower(): MediumStats.of(table, space.index.blocks_on(medium), paths.get(medium, ""))
         for medium, table in space.tables.items()
     }
     counts: Counter[str] = Counter()

@@ -85,14 +85,15 @@ class Space:
         return taken
 
     def give_back(self, taken: list[Slots]) -> None:
-        """Undo `reserve`, last slots first; slots that others follow stay lost until their scope goes.
+        """Undo `reserve`, last slots first; slots that others follow are lost until those are given back too.
 
-        That is when it is reclaimed, or with its last pin if none of its blocks was ever published.
+        Or until their scope goes: when it is reclaimed, or with its last pin if none of its blocks was ever published.
         """
         for slots in reversed(taken):
             extent, scope = slots.extent, slots.scope
-            if extent.used_blocks == slots.first + slots.count:
-                extent.used_blocks = slots.first
+            extent.holes[slots.first + slots.count] = slots.first
+            while extent.used_blocks in extent.holes:
+                extent.used_blocks = extent.holes.pop(extent.used_blocks)
             if not extent.used_blocks and not scope.withdrawn:
                 scope.extents.remove(extent)
                 self.tables[extent.medium].free(extent)

@@ -58,7 +58,8 @@ class Store:
         """What is kept over a restart; None where nothing is.  Set before the first save."""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._saves: dict[int, Save] = {}
+        self._saves: dict[int, Save | None] = {}
+        """By plan; None while a save is being made."""
         self._is_closed = False
         self._arm_tick()
 
@@ -131,17 +132,21 @@ class Store:
         if skip_blocks < 0:
             raise ShapeError(f"skip_blocks={skip_blocks}: expected 0 or more blocks that are in the pages already")
         now_ns = self._clock.now_ns()
+        deadline_ns = now_ns + (self._config.timeouts.restore_ns if timeout_ns is None else timeout_ns)
         plan = self.catalog.start_restore(lease.entry.lease_id, now_ns, skip_blocks)
         if isinstance(plan, Refused):
             return self.plane.nothing(plan.reason)
         if not len(plan.runs):
             return self.plane.nothing("", len(plan.keys))
-        deadline_ns = now_ns + (self._config.timeouts.restore_ns if timeout_ns is None else timeout_ns)
+        report = self.catalog.finish
         try:
-            return self.plane.restore(plan, pages, stream=stream, deadline_ns=deadline_ns, report=self.catalog.finish)
+            restore = self.plane.restore(plan, pages, stream=stream, deadline_ns=deadline_ns, report=report)
         except Exception:
-            self.catalog.finish(self._not_begun(plan, None))
+            report(self._not_begun(plan, None))
             raise
+        if plan.release != self.catalog.release_number:  # A reset came too early to find it.
+            restore.cancel("reset")
+        return restore
 
     def save(  # noqa: PLR0913
         self,
@@ -177,18 +182,21 @@ class Store:
         found = self.keys(tokens, salt=salt, extra=extra)
         self.plane.check_pages(pages, len(found))
         now_ns = self._clock.now_ns()
+        deadline_ns = now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns)
         busy = self._is_busy()
         plan = Refused(busy) if busy else self.catalog.begin_save(session, found, turn or Turn(), now_ns)
         if isinstance(plan, Refused) or not len(plan.runs):
             return Save.ended(len(found), plan.reason if isinstance(plan, Refused) else "")
-        deadline_ns = now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns)
+        with self._lock:
+            self._saves[plan.plan_id] = None
         try:
             save = self.plane.save(plan, pages, stream=stream, deadline_ns=deadline_ns, report=self._on_saved)
         except Exception:
-            self.catalog.finish(self._not_begun(plan, 0))
+            self._on_saved(self._not_begun(plan, 0))
             raise
         with self._lock:
-            self._saves[plan.plan_id] = save
+            if plan.plan_id in self._saves:  # Else it was late from the start, and is over.
+                self._saves[plan.plan_id] = save
         if not deferred:
             save.start()
         return save
@@ -289,3 +297,4 @@ class Store:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the store is closed; open it again")
+        self.plane.require_threads()

@@ -46,6 +46,7 @@ def append_rows(
     bench: str, command: str, device: str, figures: dict[str, dict[str, float]], folder: Path = RESULTS
 ) -> Path:
     """Append a row for every figure of every case to `results/<bench>.csv`."""
+    folder.mkdir(exist_ok=True)
     path = folder / f"{bench}.csv"
     is_new = not path.exists()
     with path.open("a", newline="") as file:

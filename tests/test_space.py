@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -237,3 +239,19 @@ def test_segments_give_every_turn_its_own_extent() -> None:
         for _ in range(12):
             scope = fill(space, "a", 2)
         assert len(scope.extents) == extents
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_slots_that_are_given_back_in_any_order_are_free_again(order: tuple[int, ...]) -> None:
+    space = make_space(percent=400)
+    fill(space, "s", 4)
+    scope = fill(space, "s", 1)  # Its second extent has room to spare.
+    space.pin(scope)
+    used = scope.used_blocks
+    taken = [space.reserve(scope, blocks, 0) for blocks in (2, 1, 3)]
+    assert scope.used_blocks == used + 6 and len(scope.extents) == 2
+    for number in order:
+        space.give_back(taken[number] or [])
+    assert scope.used_blocks == used and not scope.extents[-1].holes
+    space.unpin(scope)
+    space.check()

@@ -41,6 +41,7 @@ def write_dump(
     """
     fd = files.open_file(path, create=True, direct=False)
     try:
+        files.make_private(fd)
         done = 0
         for group in groups:
             if not all(_write(files, fd, arena, span, go_on) for span in group):

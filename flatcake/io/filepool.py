@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flatcake.errors import CapacityError, ConfigError
-from flatcake.io.pooldir import FORMAT, POOL_NAME, Header, attempt, claim, explained, write_header
+from flatcake.io.pooldir import FORMAT, POOL_NAME, Header, attempt, claim, explained, let_go, write_header
 from flatcake.io.seam import Files
 from flatcake.units import DIRECT_BYTES, format_bytes
 
@@ -106,10 +106,12 @@ class FilePool:
 
         Call it only when no transfer is in flight: a late one would hit whatever gets its descriptor next.
         """
-        fds, self.fds = (*self.fds, *self._locks), ()
-        self._locks = []
+        fds, self.fds = self.fds, ()
+        locks, self._locks = self._locks, []
         for fd in fds:
             attempt(self._files.close, fd)
+        for lock in locks:
+            let_go(self._files, lock)
 
     def check(self) -> None:
         """Assert that every file is open and has its size."""
@@ -120,7 +122,7 @@ class FilePool:
 
     def _claim(self, home: str, header: Header) -> Header | None:
         lock, before = claim(self._files, home, header)
-        self._undo.callback(attempt, self._files.close, lock)
+        self._undo.callback(let_go, self._files, lock)
         self._locks.append(lock)
         return before
 

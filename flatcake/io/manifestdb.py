@@ -165,7 +165,7 @@ class ManifestDB:
                 clean = self._transact([*steps, self._state(was_closed=True)]) and self._checkpoint()
             database, self._database = self._database, None
             try:
-                database.close()
+                self._files.close_database(database)
             except sqlite3.Error as error:
                 log.warning("%s: %s", self._path, error)
                 return False

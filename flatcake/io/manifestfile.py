@@ -69,7 +69,11 @@ def _make(files: Files, path: str) -> bool:
     """Make the file if it is not there; False when something else has its name."""
     for create in (False, True):
         try:
-            files.close(files.open_file(path, create=create, direct=False))
+            fd = files.open_file(path, create=create, direct=False)
+            try:
+                files.make_private(fd)
+            finally:
+                files.close(fd)
             return True
         except FileNotFoundError:
             continue
@@ -99,7 +103,7 @@ def _connect(files: Files, path: str) -> sqlite3.Connection:
         elif marks != [_APPLICATION + FORMAT, FORMAT] or schema != list(_SCHEMA) or not is_sound(database):
             raise sqlite3.DatabaseError("not a sound manifest")
     except BaseException:
-        database.close()
+        files.close_database(database)
         raise
     return database
 
@@ -112,7 +116,7 @@ def _readable_rows(files: Files, path: str) -> list[Row]:
             database.execute("PRAGMA locking_mode=EXCLUSIVE")
             return salvage(database, ROWS_MAX)
         finally:
-            database.close()
+            files.close_database(database)
     except sqlite3.Error:
         return []
 

@@ -92,15 +92,19 @@ class Parts:
         file, at = self.media[Medium(medium)].locate(offset_bytes)
         return Transfer(file, at, size_bytes, buffer_offset)
 
-    def load_record(self, ref: ExtentRef, then: Callable[[Record | None], None]) -> None:
-        """Read an extent's record into memory; None if it cannot be read or is another extent's.  Pump only."""
+    def load_record(self, ref: ExtentRef, then: Callable[[Record | None], None], *, anew: bool = False) -> None:
+        """Read an extent's record into memory; None if it cannot be read or is another extent's.  Pump only.
+
+        `anew` begins another in the place of one that is not that extent's: whoever needs the old sums has lost them.
+        """
         record = self.book.empty(ref)
         batch = [self.transfer(ref.medium, ref.base_bytes, record.raw.nbytes, 0)]
         self.counts["record_read_bytes"] += record.raw.nbytes
 
         def finish(results: list[Result]) -> None:
             whole = not results[0].error and results[0].moved_bytes == record.raw.nbytes
-            then(self.book.accept(record) if whole else None)
+            found = self.book.accept(record) if whole else None
+            then(self.book.find(ref) or self.book.blank(ref) if anew and whole and found is None else found)
 
         engine = self.media[Medium(ref.medium)].host_engine
         buffer = Buffer.of(torch.from_numpy(record.raw))

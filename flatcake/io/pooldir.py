@@ -81,6 +81,12 @@ def claim(files: Files, home: str, header: Header) -> tuple[int, Header | None]:
         return lock, before
 
 
+def let_go(files: Files, lock: int) -> None:
+    """End a claim, whoever else has its descriptor by fork."""
+    attempt(files.unlock, lock)
+    attempt(files.close, lock)
+
+
 def write_header(files: Files, home: str, header: Header) -> None:
     """Write one page in place, so that a crash leaves the old header, the new one, or an empty file."""
     path = f"{home}/{FORMAT}"
@@ -108,7 +114,8 @@ def explained(files: Files, path: str, need: str) -> Iterator[None]:
     except FlatCakeError:
         raise
     except OSError as error:
-        said = f"{path}: {error.strerror or error}"
+        named = error.filename if isinstance(error.filename, str) else path
+        said = f"{named}: {error.strerror or error}"
         if error.errno in _FULL:
             free_bytes = attempt(files.free_bytes, path.rpartition("/")[0] or "/")
             raise CapacityError(f"{said}; {need}, {free_bytes} bytes are free; lower ssd_bytes_max") from error

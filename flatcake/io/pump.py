@@ -4,7 +4,6 @@ Engines post their completions here, timers and device events are watched here, 
 state of restores and saves that is not guarded otherwise belongs to this thread.
 """
 
-import heapq
 import itertools
 import logging
 import queue
@@ -12,14 +11,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from sortedcontainers import SortedDict
+
 from flatcake.clock import Clock
 from flatcake.io.device import Device, Event
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[], None]
+Timer = tuple[int, int]
 
 _POLL_S = 50e-6
+_PATIENCE_S_MAX = 3600.0
 _NS_PER_S = 1e9
 
 
@@ -30,7 +33,7 @@ class Pump:
         self._device = device
         self._clock = clock
         self._queue: queue.SimpleQueue[Handler | None] = queue.SimpleQueue()
-        self._timers: list[tuple[int, int, Handler]] = []
+        self._timers: SortedDict = SortedDict()
         self._numbers = itertools.count()
         self._watched: dict[int, deque[tuple[Event, Handler]]] = {}
         """By line: events of one line come one after another, so only the first of each is asked for."""
@@ -43,9 +46,15 @@ class Pump:
         """Run `handler` on the pump's thread, soon.  From any thread."""
         self._queue.put(handler)
 
-    def at(self, when_ns: int, handler: Handler) -> None:
-        """Run `handler` at a time of the clock, or soon after.  From any thread."""
-        self.post(lambda: heapq.heappush(self._timers, (when_ns, next(self._numbers), handler)))
+    def at(self, when_ns: int, handler: Handler) -> Timer:
+        """Run `handler` at a time of the clock, or soon after, unless it is forgotten.  From any thread."""
+        timer = (when_ns, next(self._numbers))
+        self.post(lambda: self._timers.update({timer: handler}))
+        return timer
+
+    def forget(self, timer: Timer) -> None:
+        """Drop what `at` was told; one that has fired is no error.  On the pump's thread only."""
+        self._timers.pop(timer, None)
 
     def when(self, event: Event, handler: Handler, line: object = None) -> None:
         """Run `handler` once the device has reached `event`: now if it has.  On the pump's thread only.
@@ -92,11 +101,12 @@ class Pump:
             return _POLL_S
         if not self._timers:
             return None
-        return max(0.0, (self._timers[0][0] - self._clock.now_ns()) / _NS_PER_S)
+        wait_ns: int = self._timers.peekitem(0)[0][0] - self._clock.now_ns()
+        return min(max(0.0, wait_ns / _NS_PER_S), _PATIENCE_S_MAX)
 
     def _fire_timers(self) -> None:
-        while self._timers and self._timers[0][0] <= self._clock.now_ns():
-            self._call(heapq.heappop(self._timers)[2])
+        while self._timers and self._timers.peekitem(0)[0][0] <= self._clock.now_ns():
+            self._call(self._timers.popitem(0)[1])
 
     def _fire_events(self) -> None:
         for number, waiting in list(self._watched.items()):

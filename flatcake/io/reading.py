@@ -63,6 +63,7 @@ class Reading:
         if self.is_over or self._in_flight or unstarted or not self._judging.is_idle:
             return
         self.is_over = True
+        self._parts.window.leave(self._on_slot)
         self._judging.end()
         if self._has_started:
             self._parts.restores_active -= 1

@@ -28,11 +28,15 @@ class Recording:
         self._error = ""
 
     def prepare(self) -> None:
-        """Note the extents, and begin the records of new ones, for later turns may be written before this one."""
+        """Note the extents, and begin the records of new ones, for later turns may be written before this one.
+
+        One that a later turn has begun already is left alone, also when it is no longer in memory.
+        """
         book = self._parts.book
         for ref in extents_of(self._plan.runs):
+            is_new = not book.is_known(ref) and self._rows(ref)[:, FIRST_SLOT].min() == 0
             book.note_generation(ref)
-            if self._rows(ref)[:, FIRST_SLOT].min() == 0:
+            if is_new:
                 self._held.append(book.hold(book.find(ref) or book.blank(ref)))
 
     def start(self, sums: npt.NDArray[np.uint64]) -> None:
@@ -56,17 +60,17 @@ class Recording:
         if record is not None:
             self._write(ref, record)
         else:
-            self._parts.load_record(ref, lambda found: self._write(ref, found))
+            self._parts.load_record(ref, lambda found: self._write(ref, found), anew=True)
 
     def _write(self, ref: ExtentRef, record: Record | None) -> None:
         if record is None:
-            self._done(ref, "checksum record of the extent is lost")
+            self._done(ref, "checksum record of the extent cannot be read")
             return
         rows = self._rows(ref)
         for row in rows.tolist():
             blocks = slice(row[FIRST_BLOCK], row[FIRST_BLOCK] + row[BLOCKS])
             record.sums[row[FIRST_SLOT] : row[FIRST_SLOT] + row[BLOCKS]] = self._sums[blocks]
-        first = 0 if record.is_new else int(rows[:, FIRST_SLOT].min())
+        first = int(rows[:, FIRST_SLOT].min()) if record.is_stored else 0
         end = int((rows[:, FIRST_SLOT] + rows[:, BLOCKS]).max())
         offset, size_bytes = self._parts.book.dirty_range(ref, first, end - first)
         self._parts.book.hold(record)
@@ -75,7 +79,7 @@ class Recording:
         def finish(results: list[Result]) -> None:
             self._parts.book.let_go(record)
             whole = not results[0].error and results[0].moved_bytes == size_bytes
-            record.is_new = record.is_new and not whole
+            record.is_stored |= whole
             self._done(ref, "" if whole else f"record write failed (errno {results[0].error})")
 
         self._parts.media[Medium(ref.medium)].host_engine.write(

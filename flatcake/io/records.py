@@ -54,8 +54,8 @@ class Record:
     """uint64 [room, layers]: a view of `raw`."""
     users: int = 0
     """Restores and saves that need it in memory."""
-    is_new: bool = False
-    """Whether its header is not on the medium yet: whoever writes first, writes it too."""
+    is_stored: bool = False
+    """Whether its header is on the medium."""
 
 
 class RecordBook:
@@ -73,7 +73,6 @@ class RecordBook:
     def blank(self, ref: ExtentRef) -> Record:
         """A record with a valid header and no sums; what was known of the extent's last tenant is dropped."""
         record = self._new(ref)
-        record.is_new = True
         record.raw[: _HEADER.size] = np.frombuffer(_HEADER.pack(*self._header(ref)), np.uint8)
         self._keep(record)
         return record
@@ -92,6 +91,7 @@ class RecordBook:
             return None
         found = self.find(record.ref)
         if found is None:
+            record.is_stored = True
             self._keep(record)
         return found or record
 
@@ -107,6 +107,10 @@ class RecordBook:
     def is_stale(self, ref: ExtentRef) -> bool:
         """Whether this rank has seen a later tenant of the extent than the plan names."""
         return self._generations.get((ref.medium, ref.base_bytes), 0) > ref.generation
+
+    def is_known(self, ref: ExtentRef) -> bool:
+        """Whether a save to this generation of the extent has begun before."""
+        return self._generations.get((ref.medium, ref.base_bytes)) == ref.generation
 
     def note_generation(self, ref: ExtentRef) -> None:
         """Remember that a save to this generation of the extent has begun."""

@@ -53,6 +53,8 @@ class Restore:
         self.reason = ""
         self.dropped = ""
         """Why the caller has its pages back early; empty while the restore owns them."""
+        self.on_drop: Callable[[], None] | None = None
+        """Called once when that has happened, from any thread: nothing need be waited for that is not in flight."""
         self._first_layer_ns: int | None = None
         self._settled = False
         self._ended = False
@@ -140,12 +142,17 @@ class Restore:
             An event after which the pages are the caller's again; done at once on the CPU.  Reads in flight
             end in their slots.  A restore that is over is left as it is.
         """
+        call = None
         with self.guard:
             if not self.done() and not self._settled:
                 self.dropped = reason
                 self._ended_ns = self._clock.now_ns()
                 self.guard.notify_all()
-            return self.last_event
+                call, self.on_drop = self.on_drop, None
+            event = self.last_event
+        if call is not None:
+            call()
+        return event
 
     def note_bad(self, block: int, reason: str) -> None:
         """Keep the smallest bad block, and release all who wait."""
@@ -182,7 +189,7 @@ class Restore:
         with self.guard:
             if not self.done():
                 self._ended_ns = self._clock.now_ns()
-            self._ended = True
+            self._ended, self.on_drop = True, None
             self.guard.notify_all()
             due, self._end_calls, self._layer_calls = self._end_calls, [], []
         for call in due:

@@ -52,7 +52,17 @@ class Files:
 
     def make_directory(self, path: str) -> None:
         """Make a directory for the owner alone, with its parents; one that exists is left as it is."""
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        if os.path.isdir(path):
+            return
+        parent = os.path.dirname(path)
+        if parent and parent != path:
+            self.make_directory(parent)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(path):  # Else another has just made it.
+                raise
+        _give_owner(path, 0o700)
 
     def real_path(self, path: str) -> str:
         """The path without symbolic links; it need not exist."""
@@ -71,10 +81,15 @@ class Files:
         try:
             _require_regular(fd, path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _give_owner(fd, 0o600)
         except OSError:
             os.close(fd)
             raise
         return fd
+
+    def unlock(self, fd: int) -> None:
+        """Let go of a lock, also for children of fork, which hold the same open file."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
     def read_text(self, path: str, bytes_max: int) -> str:
         """The start of a small regular file; never waits for a writer, as a pipe would."""
@@ -101,22 +116,34 @@ class Files:
         fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | (os.O_DIRECT if direct else 0), 0o600)
         try:
             _require_regular(fd, path)
-            if create or stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
-                os.fchmod(fd, 0o600)  # Whatever the umask has taken, or somebody given.
+            if create:
+                _give_owner(fd, 0o600)
         except OSError:
             os.close(fd)
             raise
         return fd
 
     def open_database(self, path: str, *, blob_bytes_max: int) -> sqlite3.Connection:
-        """Open a SQLite database that is there, for the owner alone; its own transactions are switched off.
+        """Open a SQLite database that is there; transactions are the caller's.
+
+        It stays open until `close_database`: a child of fork that ends must not write to it.
 
         Raises:
             sqlite3.Error: Whatever SQLite says; it has looked at nothing of the content yet.
         """
         database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, blob_bytes_max)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
         return database
+
+    def close_database(self, database: sqlite3.Connection) -> None:
+        """Close what `open_database` returned, once."""
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(database))
+        database.close()
+
+    def make_private(self, fd: int) -> None:
+        """Let nobody but the owner read or write a file, whoever made it and under whatever umask."""
+        os.fchmod(fd, 0o600)
 
     def rename(self, path: str, to: str) -> None:
         """Give a file or link another name; what had that name before is replaced."""
@@ -199,6 +226,12 @@ def view_memory(address: int, size_bytes: int) -> ByteArray:
 def _require_regular(fd: int, path: str) -> None:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
+
+
+def _give_owner(target: str | int, mode: int) -> None:
+    """Give the owner the permissions that an odd umask has kept back."""
+    if os.stat(target).st_mode & mode != mode:
+        os.chmod(target, mode)
 
 
 def _available_bytes() -> int | None:

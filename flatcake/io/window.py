@@ -18,7 +18,7 @@ class Window:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._free = deque(Buffer.of(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(slots))
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: dict[Callable[[], None], None] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -34,11 +34,17 @@ class Window:
 
     def wait(self, retry: Callable[[], None]) -> None:
         """Call `retry` once when a slot has become free."""
-        self._waiting.append(retry)
+        self._waiting[retry] = None
+
+    def leave(self, retry: Callable[[], None]) -> None:
+        """Wait no longer; one that does not wait is no error."""
+        self._waiting.pop(retry, None)
 
     def give_back(self, slot: Buffer) -> None:
         """Return a slot in which nothing is in flight, and wake those who wait while there is one."""
         self._free.append(slot)
         assert len(self._free) <= self.slots
         while self._free and self._waiting:
-            self._waiting.popleft()()
+            retry = next(iter(self._waiting))
+            del self._waiting[retry]
+            retry()

@@ -150,6 +150,7 @@ class Writing:
         if self._is_over:
             return
         self._is_over = True
+        self._parts.save_window.leave(self._on_slot)
         self._recording.close()
         self._save.note_reusable(self._last_gather)
         if self._has_started:

@@ -4,12 +4,11 @@ Write path:  pages -> [kernels.gather] -> window -> media -> reported -> publish
 Padding and pages that are -1 are left as they are in the window, and the same pass sums what the window then holds.
 """
 
-import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatcake.kernels import checksum
+from flatcake.kernels.copies import launch_copy, walk_pages
 from flatcake.kernels.kvtable import KVTable
 from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
 
@@ -74,16 +73,7 @@ def gather_pieces(
 
     Offsets, blocks, layers and pages lie on the device and are not checked: wrong ones read wrong memory.
     """
-    kv.check_launch(window, pieces, pages, sums, seeds)
-    if len(pieces) == 0:
-        return
-    walk = kv.walk(len(pieces), programs_max)
-    args = (
-        kv.words(window), pieces, pages, kv.rows, kv.starts, sums, seeds,
-        walk.items, walk.chunks, kv.components, kv.pages_per_block,
-        walk.tile_units, kv.unit_bytes, walk.wide, checksum.WEYL, checksum.SPREAD,
-    )  # fmt: skip
-    kv.launches.launch(_gather_kernel, walk.programs, args, key=sums is None, warps=kv.tuning.warps)
+    launch_copy(_gather_kernel, (window, pieces, pages, sums, seeds), kv, programs_max)
 
 
 def gather_pieces_ref(
@@ -96,16 +86,5 @@ def gather_pieces_ref(
     seeds: Tensor | None = None,
 ) -> None:
     """What `gather_pieces` means: the same arguments, in host memory, a page at a time."""
-    kv.check_launch(window, pieces, pages, sums, seeds)
-    target = window.numpy()
-    for number, (offset, block, layer) in enumerate(pieces.tolist()):
-        parts = kv.parts(layer)
-        table = pages[block * kv.pages_per_block :][: kv.pages_per_block].tolist()
-        for component, (part_bytes, size_bytes) in enumerate(parts):
-            part = target[offset + part_bytes :][:size_bytes].reshape(kv.pages_per_block, -1)
-            for slot, page in enumerate(table):
-                if page >= 0 and size_bytes:
-                    part[slot] = kv.host_page(layer, component, page).reshape(-1)
-        if sums is not None and seeds is not None:
-            total = checksum.sum_parts(target[None, offset:], parts, seeds.numpy()[number : number + 1])
-            sums[number] += int(total.view(np.int32)[0])
+    for staged, memory in walk_pages((window, pieces, pages, sums, seeds), kv):
+        staged[...] = memory

@@ -4,12 +4,11 @@ Read path:  index -> sched -> plan -> window -> [kernels.scatter] -> event
 Padding is never copied, pages that are -1 are never written, and the same pass sums what the window holds.
 """
 
-import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatcake.kernels import checksum
+from flatcake.kernels.copies import launch_copy, walk_pages
 from flatcake.kernels.kvtable import KVTable
 from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
 
@@ -75,16 +74,7 @@ def scatter_pieces(
 
     Offsets, blocks, layers and pages lie on the device and are not checked: wrong ones write wrong memory.
     """
-    kv.check_launch(window, pieces, pages, sums, seeds)
-    if len(pieces) == 0:
-        return
-    walk = kv.walk(len(pieces), programs_max)
-    args = (
-        kv.words(window), pieces, pages, kv.rows, kv.starts, sums, seeds,
-        walk.items, walk.chunks, kv.components, kv.pages_per_block,
-        walk.tile_units, kv.unit_bytes, walk.wide, checksum.WEYL, checksum.SPREAD,
-    )  # fmt: skip
-    kv.launches.launch(_scatter_kernel, walk.programs, args, key=sums is None, warps=kv.tuning.warps)
+    launch_copy(_scatter_kernel, (window, pieces, pages, sums, seeds), kv, programs_max)
 
 
 def scatter_pieces_ref(
@@ -97,17 +87,5 @@ def scatter_pieces_ref(
     seeds: Tensor | None = None,
 ) -> None:
     """What `scatter_pieces` means: the same arguments, in host memory, a page at a time."""
-    kv.check_launch(window, pieces, pages, sums, seeds)
-    source = window.numpy()
-    for number, (offset, block, layer) in enumerate(pieces.tolist()):
-        parts = kv.parts(layer)
-        table = pages[block * kv.pages_per_block :][: kv.pages_per_block].tolist()
-        for component, (part_bytes, size_bytes) in enumerate(parts):
-            part = source[offset + part_bytes :][:size_bytes].reshape(kv.pages_per_block, -1)
-            for slot, page in enumerate(table):
-                if page >= 0 and size_bytes:
-                    memory = kv.host_page(layer, component, page)
-                    memory[...] = part[slot].reshape(memory.shape)
-        if sums is not None and seeds is not None:
-            total = checksum.sum_parts(source[None, offset:], parts, seeds.numpy()[number : number + 1])
-            sums[number] += int(total.view(np.int32)[0])
+    for staged, memory in walk_pages((window, pieces, pages, sums, seeds), kv):
+        memory[...] = staged
