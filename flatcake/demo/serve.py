@@ -68,6 +68,7 @@ class Server:
             block_tokens=BLOCK_TOKENS,
         )
         self.store = open_store(config, identity, self._memory.describe())
+        self.store.reset()  # What an earlier run has left would make first turns hits.
 
     def __enter__(self) -> "Server":
         """Leave half of the cores to the store: torch's threads spin, and are slow where others want to run."""

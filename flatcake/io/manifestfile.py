@@ -19,6 +19,7 @@ ASIDE = ".damaged"
 FORMAT = 1
 ROWS_MAX = 1 << 24
 LOG_BYTES_MAX = 16 << 20
+PADDED_BYTES_MAX = 1 << 36
 
 _APPLICATION = 0x4643_0000  # "FC", then the format once more: one flipped bit never looks like a newer one.
 _SCHEMA = (
@@ -27,6 +28,7 @@ _SCHEMA = (
 )
 _MARKS = (f"PRAGMA application_id={_APPLICATION + FORMAT}", f"PRAGMA user_version={FORMAT}")
 _BEFORE = ("locking_mode=EXCLUSIVE", "trusted_schema=OFF", "cell_size_check=ON", "synchronous=NORMAL")
+_HEAD_BYTES = 100
 _FOREIGN = {errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO}
 _FAULTS = {sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_IOERR}
 
@@ -110,6 +112,7 @@ def _connect(files: Files, path: str) -> sqlite3.Connection:
 
 def _readable_rows(files: Files, path: str) -> list[Row]:
     """What can be read of a damaged file, the rows behind its damage included."""
+    _pad(files, path)
     try:
         database = files.open_database(path, blob_bytes_max=BODY_BYTES_MAX)
         try:
@@ -119,6 +122,19 @@ def _readable_rows(files: Files, path: str) -> list[Row]:
             files.close_database(database)
     except sqlite3.Error:
         return []
+
+
+def _pad(files: Files, path: str) -> None:
+    """Make a file that was cut off as long as it says it is: SQLite reads nothing of a shorter one."""
+    fd = files.open_file(path, create=False, direct=False)
+    try:
+        head = bytearray(_HEAD_BYTES)
+        files.read(fd, [memoryview(head)], 0)
+        size_bytes = int.from_bytes(head[16:18], "big") * int.from_bytes(head[28:32], "big")
+        if files.size_bytes(fd) < size_bytes < PADDED_BYTES_MAX:
+            files.truncate(fd, size_bytes)  # With a hole.
+    finally:
+        files.close(fd)
 
 
 def _set_aside(files: Files, path: str, reason: str) -> None:
