@@ -22,8 +22,10 @@ from flatcake.trace import span
 class Reading:
     """Moves one restore's tiles."""
 
-    def __init__(self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None]) -> None:
-        self._parts, self._restore, self._report = parts, restore, report
+    def __init__(
+        self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None], slots_max: int
+    ) -> None:
+        self._parts, self._restore, self._report, self._slots_max = parts, restore, report, slots_max
         self._plan, self._tiles, self._pieces = work.plan, work.tiles, work.pieces
         self._next_tile = 0
         self._in_flight = 0
@@ -94,7 +96,7 @@ class Reading:
     # -- tiles ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        while self._next_tile < self._tiles.tiles and not self._restore.dropped:
+        while self._next_tile < self._tiles.tiles and not self._restore.dropped and self._in_flight < self._slots_max:
             slot = self._parts.window.take()
             if slot is None:
                 if not self._waits_for_slot:
@@ -119,7 +121,12 @@ class Reading:
             error = next((result.error for result in results if result.error), 0)
             block = int(self._pieces.table[bad, 1].min())
             self._restore.note_bad(block, f"read failed (errno {error})")
-        event = self._scatter(tile, slot, bad)
+        try:
+            event = self._scatter(tile, slot, bad)
+        except BaseException:  # A tile is missing, so nothing may count; the slot is free after what was queued.
+            self._restore.cancel("internal error")
+            self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._on_scattered(slot), self)
+            raise
         self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
 
     def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event:
