@@ -123,9 +123,9 @@ class Reading:
             self._restore.note_bad(block, f"read failed (errno {error})")
         try:
             event = self._scatter(tile, slot, bad)
-        except BaseException:  # A tile is missing, so nothing may count; the slot is free after what was queued.
-            self._restore.cancel("internal error")
-            self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._on_scattered(slot), self)
+        except BaseException:
+            event = self._parts.device.record(self._stream)
+            self._parts.pump.post(lambda: self._on_failed(slot, event))  # After all have heard of it.
             raise
         self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
 
@@ -150,6 +150,11 @@ class Reading:
                     completes = True
             self._judging.note_scattered(tile, bad, fetch=completes)
             return event
+
+    def _on_failed(self, slot: Buffer, event: Event) -> None:
+        """A tile is missing, so nothing may count; its slot is free after what was queued of it."""
+        self._restore.cancel("internal error")
+        self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
 
     def _on_scattered(self, slot: Buffer) -> None:
         self._in_flight -= 1
