@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flatcake
-from flatcake.demo import command as demo
 from flatcake.cli import Command, main
+from flatcake.demo import command as demo
 from flatcake.demo.control import Flipped, judge
 from flatcake.demo.model import Model, ModelSize
 from flatcake.demo.pages import PagedLayer, PagedMemory

@@ -17,8 +17,8 @@ import torch
 import flatcake
 from flatcake.clock import MonotonicClock
 from flatcake.config import CapacityConfig, StoreConfig
-from flatcake.doctor.command import Request, add_arguments, examine, run
 from flatcake.doctor.advice import Finding
+from flatcake.doctor.command import Request, add_arguments, examine, run
 from flatcake.doctor.facts import Facts, Probes
 from flatcake.doctor.gpu import read_gpu
 from flatcake.errors import DeviceError

@@ -10,8 +10,8 @@ import threading
 from collections import Counter, deque
 
 from flatcake.clock import Clock
-from flatcake.loop_ready import Entry, Fetch
-from flatcake.loop_request import EnginePages, LoopOptions, as_table
+from flatcake.loop.ready import Entry, Fetch
+from flatcake.loop.request import EnginePages, LoopOptions, as_table
 from flatcake.messages import Int64Array
 from flatcake.sched.actions import Action, Actions, CancelPrefetch, Forget, ReturnPages, StartPrefetch
 from flatcake.sched.mas import Scheduler

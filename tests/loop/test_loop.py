@@ -13,9 +13,9 @@ from flatcake.clock import ManualClock
 from flatcake.errors import ClosedError, ConfigError, PageTableError, ShapeError
 from flatcake.gva import Medium
 from flatcake.io.memory import Fault, MemoryEngine
-from flatcake.loop import Loop
-from flatcake.loop_ready import Ready
-from flatcake.loop_request import LoopOptions, LoopRequest, as_table, sched_config
+from flatcake.loop.loop import Loop
+from flatcake.loop.ready import Ready
+from flatcake.loop.request import LoopOptions, LoopRequest, as_table, sched_config
 from flatcake.sched.actions import Prefix
 from flatcake.sched.settings import SchedConfig
 from flatcake.store import Store
