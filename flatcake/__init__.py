@@ -37,9 +37,9 @@ from flatcake.io.paged import PagedKV, PagedTensor
 from flatcake.io.restore import Restore, RestoreResult
 from flatcake.io.save import Save, SaveResult
 from flatcake.keys import Identity
-from flatcake.loop import Loop
-from flatcake.loop_ready import Ready
-from flatcake.loop_request import EnginePages, LoopOptions, LoopRequest, sched_config
+from flatcake.loop.loop import Loop
+from flatcake.loop.ready import Ready
+from flatcake.loop.request import EnginePages, LoopOptions, LoopRequest, sched_config
 from flatcake.placement import Decision, Placement, TablePlacement, Turn, TurnSignals
 from flatcake.sched.actions import Prefix
 from flatcake.sched.settings import SchedConfig

@@ -72,7 +72,16 @@ class DataPlane:
         self._queued: dict[Reading, Callable[[], None]] = {}
         parts.pump.on_failure = self._on_failure
 
-    def restore(self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report) -> Restore:
+    def restore(
+        self,
+        plan: Plan,
+        pages: object,
+        *,
+        stream: object = None,
+        deadline_ns: int,
+        report: Report,
+        slots_max: int | None = None,
+    ) -> Restore:
         """Start a restore; returns at once.
 
         Args:
@@ -81,6 +90,7 @@ class DataPlane:
             stream: Its queued work may still touch the pages, and is waited for before the first scatter.
             deadline_ns: Time of the clock after which the restore is dropped.
             report: Called once, on the pump's thread, when nothing of the plan is in flight any more.
+            slots_max: Window slots that it may hold at once, so that others find some; None: as many as are free.
 
         Raises:
             PageTableError: The page table is too short, out of range, or names a page twice.  Nothing was begun.
@@ -97,7 +107,8 @@ class DataPlane:
             block_tokens=self._geometry.block_tokens,
             layers=self.parts.lanes.layer_count,
         )
-        reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report))
+        limit = self.parts.window.slots if slots_max is None else max(1, slots_max)
+        reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report), limit)
         with self._lock:
             self._require_open()
             restore.on_drop = lambda: self.parts.pump.post(reading.end_if_idle)

@@ -112,6 +112,7 @@ class Store:
         stream: object = None,
         skip_blocks: int = 0,
         timeout_ns: int | None = None,
+        slots_max: int | None = None,
     ) -> Restore:
         """Bring a leased prefix into the engine's pages; returns at once.
 
@@ -123,6 +124,7 @@ class Store:
                 scatter.  None for the caller's current stream.
             skip_blocks: Leading blocks that are in the pages already.
             timeout_ns: Dropped after this, counted from now; None takes the configured time.
+            slots_max: Window slots that it may hold at once, so that others find some; None: as many as are free.
 
         Raises:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
@@ -140,7 +142,9 @@ class Store:
             return self.plane.nothing("", len(plan.keys))
         report = self.catalog.finish
         try:
-            restore = self.plane.restore(plan, pages, stream=stream, deadline_ns=deadline_ns, report=report)
+            restore = self.plane.restore(
+                plan, pages, stream=stream, deadline_ns=deadline_ns, report=report, slots_max=slots_max
+            )
         except Exception:
             report(self._not_begun(plan, None))
             raise

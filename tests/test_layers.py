@@ -47,11 +47,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("snapshot",),
     # One process that has both.
     ("store",),
-    ("loop_request", "assemble"),
-    ("loop_ready",),
-    ("loop_driver",),
-    ("loop_outlet",),
-    ("loop",),
+    ("loop.request", "assemble"),
+    ("loop.ready",),
+    ("loop.driver",),
+    ("loop.outlet",),
+    ("loop.loop",),
     # The package's own `__init__`, which re-exports public names; what follows uses them as a stranger would.
     ("",),
     ("demo.pages", "demo.sessions", "demo.report", "doctor.facts", "doctor.blocks"),

@@ -15,6 +15,7 @@ PROMISED = {
     "bench_control": {"plan_ms", "lookup_us", "index_bytes"},
     "bench_restore": {"ratio_to_floor", "cpu_s_per_gb", "read_amplification", "write_amplification", "reads_per_layer"},
     "bench_sched": {"pop_us"},
+    "bench_loop": {"ratios", "ready_ms", "estimate_over_measured"},
 }
 
 

@@ -63,9 +63,10 @@ class Judging:
             self._bad_rows[tile] = bad
         if fetch:
             group, self._unfetched = self._unfetched, []
-            self._groups += 1
             self._copy.fetch_sums(group)
-            self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._on_fetched(group), self)
+            fetched = self._parts.device.record(self._stream)
+            self._groups += 1
+            self._parts.pump.when(fetched, lambda: self._on_fetched(group), self)
 
     def end(self) -> None:
         """Let the records go."""

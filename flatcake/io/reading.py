@@ -22,8 +22,10 @@ from flatcake.trace import span
 class Reading:
     """Moves one restore's tiles."""
 
-    def __init__(self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None]) -> None:
-        self._parts, self._restore, self._report = parts, restore, report
+    def __init__(
+        self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None], slots_max: int
+    ) -> None:
+        self._parts, self._restore, self._report, self._slots_max = parts, restore, report, slots_max
         self._plan, self._tiles, self._pieces = work.plan, work.tiles, work.pieces
         self._next_tile = 0
         self._in_flight = 0
@@ -94,7 +96,7 @@ class Reading:
     # -- tiles ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        while self._next_tile < self._tiles.tiles and not self._restore.dropped:
+        while self._next_tile < self._tiles.tiles and not self._restore.dropped and self._in_flight < self._slots_max:
             slot = self._parts.window.take()
             if slot is None:
                 if not self._waits_for_slot:
@@ -119,7 +121,12 @@ class Reading:
             error = next((result.error for result in results if result.error), 0)
             block = int(self._pieces.table[bad, 1].min())
             self._restore.note_bad(block, f"read failed (errno {error})")
-        event = self._scatter(tile, slot, bad)
+        try:
+            event = self._scatter(tile, slot, bad)
+        except BaseException:
+            event = self._parts.device.record(self._stream)
+            self._parts.pump.post(lambda: self._on_failed(slot, event))  # After all have heard of it.
+            raise
         self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
 
     def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event:
@@ -143,6 +150,11 @@ class Reading:
                     completes = True
             self._judging.note_scattered(tile, bad, fetch=completes)
             return event
+
+    def _on_failed(self, slot: Buffer, event: Event) -> None:
+        """A tile is missing, so nothing may count; its slot is free after what was queued of it."""
+        self._restore.cancel("internal error")
+        self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
 
     def _on_scattered(self, slot: Buffer) -> None:
         self._in_flight -= 1

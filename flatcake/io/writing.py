@@ -108,8 +108,13 @@ class Writing:
         tile = self._next_tile
         self._next_tile += 1
         self._in_flight += 1
-        with span("save.gather", size_bytes=len(slot.tensor)):
-            self._copy.gather(tile, slot)
+        try:
+            with span("save.gather", size_bytes=len(slot.tensor)):
+                self._copy.gather(tile, slot)
+        except BaseException:
+            self._fail(0, "internal error")
+            self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._release(slot), self)
+            raise
         event = self._last_gather = self._parts.device.record(self._stream)
         if self._next_tile == self._work.tiles.tiles:
             self._save.note_reusable(event)
@@ -126,6 +131,9 @@ class Writing:
         if bad:
             error = next((result.error for result in results if result.error), 0)
             self._fail(int(self._work.pieces.table[bad, 1].min()), f"write failed (errno {error})")
+        self._release(slot)
+
+    def _release(self, slot: Buffer) -> None:
         self._in_flight -= 1
         self._parts.save_window.give_back(slot)
         self._advance()

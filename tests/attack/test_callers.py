@@ -303,3 +303,54 @@ def test_a_closed_store_refuses(memory: Memory) -> None:
     for call in (lambda: store.match(make_tokens("a", 2)), store.reset):
         with pytest.raises(ClosedError):
             call()
+
+
+# -- faults of our own ----------------------------------------------------------------------------------
+
+
+class FailsOnce:
+    """A copier whose n-th copy raises, as one does that gets no memory."""
+
+    def __init__(self, inner: Any, at: str, nth: int) -> None:
+        self.inner, self.at, self.left = inner, at, nth
+
+    def start(self, *arguments: Any, **named: Any) -> Any:
+        copy = self.inner.start(*arguments, **named)
+        real = getattr(copy, self.at)
+
+        def call(*given: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("no memory")
+            return real(*given)
+
+        setattr(copy, self.at, call)
+        return copy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("at", ["scatter", "fetch_sums", "gather"])
+def test_a_copy_that_raises_costs_no_slot(memory: Memory, at: str, nth: int) -> None:
+    with make_store(memory) as store:
+        tokens = make_tokens("a", 12)
+        save(store, memory, "s", tokens)
+        parts = store.plane.parts
+        whole = parts.copier
+        for turn in range(2 * parts.window.slots):  # More often than there are slots.
+            broken = parts.copier = FailsOnce(whole, at, nth)  # type: ignore[assignment]
+            if at == "gather":
+                found = store.save(f"t{turn}", make_tokens(turn, 12), np.arange(24)).result(WAIT_S)
+                assert found is not None and (found.written_blocks, found.reason) == (0, "internal error")
+            else:
+                with store.lease(store.match(tokens)) as lease:
+                    handle = store.restore(lease, np.arange(24))
+                assert (handle.result().blocks, handle.result().reason) == (0, "internal error")
+            assert broken.left <= 0
+            check(store)
+        parts.copier = whole
+        assert restore(store, memory, tokens).blocks == 12
+        assert save(store, memory, "t", make_tokens("t", 12)).written_blocks == 12
+        check(store)

@@ -7,8 +7,8 @@ Read path:  sched -> driver -> [outlet]: pages, restore if there was no prefetch
 
 import time
 
-from flatcake.loop_driver import Driver
-from flatcake.loop_ready import Entry, Fetch, Ready
+from flatcake.loop.driver import Driver
+from flatcake.loop.ready import Entry, Fetch, Ready
 from flatcake.sched.actions import Dispatch, Prefix
 from flatcake.trace import span
 from flatcake.units import SECOND

@@ -10,8 +10,8 @@ import threading
 from collections import Counter, deque
 
 from flatcake.clock import Clock
-from flatcake.loop_ready import Entry, Fetch
-from flatcake.loop_request import EnginePages, LoopOptions, as_table
+from flatcake.loop.ready import Entry, Fetch
+from flatcake.loop.request import EnginePages, LoopOptions, as_table
 from flatcake.messages import Int64Array
 from flatcake.sched.actions import Action, Actions, CancelPrefetch, Forget, ReturnPages, StartPrefetch
 from flatcake.sched.mas import Scheduler
@@ -106,15 +106,12 @@ class Driver:
             if self.short:
                 self.changed.notify_all()
 
-    def begin(self, entry: Entry, pages: Int64Array, ticket: int | None) -> Fetch:
-        """Start a request's restore; `track` it next.
-
-        Raises:
-            PageTableError: The store refuses these pages.
-            ClosedError: The store is closed.
-        """
+    def begin(self, entry: Entry, pages: Int64Array, start: StartPrefetch | None) -> Fetch:
+        """Start a request's restore; `track` it next.  Raises what `Store.restore` does."""
         give_up_ns = self.clock.now_ns() + self.options.restore_ns + self.options.grace_ns
-        restore = self.store.restore(entry.lease, pages, stream=self._stream, timeout_ns=self.options.restore_ns)
+        slots, ticket = (start.slots, start.ticket) if start else (None, None)
+        stream, limit_ns = self._stream, self.options.restore_ns
+        restore = self.store.restore(entry.lease, pages, stream=stream, timeout_ns=limit_ns, slots_max=slots)
         return Fetch(entry, restore, pages, ticket, give_up_ns)
 
     def track(self, fetch: Fetch) -> None:
@@ -237,7 +234,7 @@ class Driver:
             return None
         try:
             with span("loop.prefetch", size_bytes=entry.sched.ssd_bytes + entry.sched.dram_bytes):
-                return self.begin(entry, pages, start.ticket)
+                return self.begin(entry, pages, start)
         except Exception:
             self.give_back(pages)
             raise

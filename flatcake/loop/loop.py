@@ -20,10 +20,10 @@ from types import TracebackType
 from flatcake.clock import Clock, MonotonicClock
 from flatcake.errors import ClosedError
 from flatcake.gva import Medium
-from flatcake.loop_driver import Driver
-from flatcake.loop_outlet import Outlet
-from flatcake.loop_ready import Entry, Ready, media_of
-from flatcake.loop_request import EnginePages, LoopOptions, LoopRequest, pages_wanted, sched_config
+from flatcake.loop.driver import Driver
+from flatcake.loop.outlet import Outlet
+from flatcake.loop.ready import Entry, Ready, media_of
+from flatcake.loop.request import EnginePages, LoopOptions, LoopRequest, pages_wanted, sched_config
 from flatcake.sched.actions import Request
 from flatcake.sched.mas import Scheduler
 from flatcake.sched.settings import SchedConfig

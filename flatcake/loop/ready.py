@@ -10,7 +10,7 @@ import numpy as np
 from flatcake.gva import Medium, decode_array
 from flatcake.hits import Lease
 from flatcake.io.restore import Restore, RestoreResult
-from flatcake.loop_request import LoopRequest
+from flatcake.loop.request import LoopRequest
 from flatcake.messages import Int64Array
 from flatcake.sched.actions import Prefix, Request
 
