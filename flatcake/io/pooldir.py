@@ -69,8 +69,8 @@ def claim(files: Files, home: str, header: Header) -> tuple[int, Header | None]:
         FormatError: It holds another format, or foreign files under our names.  Nothing was changed.
     """
     with explained(files, home, "the pool needs a lock"):
-        _inspect(files, home, header.version)  # Before anything is written there.
-        lock = _lock(files, f"{home}/{LOCK}")
+        found = _inspect(files, home, header.version)  # Before anything is written there.
+        lock = _lock(files, f"{home}/{LOCK}", is_ours=found is not None)
         try:
             before = _inspect(files, home, header.version)
             pid, host, now = os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -98,6 +98,8 @@ def write_header(files: Files, home: str, header: Header) -> None:
         try:
             page = header.text().encode().ljust(_HEADER_BYTES)
             assert len(page) == _HEADER_BYTES, len(page)
+            if files.size_bytes(fd) > _HEADER_BYTES:
+                files.truncate(fd, _HEADER_BYTES)
             moved_bytes = files.write(fd, [memoryview(page)], 0)
             if moved_bytes != _HEADER_BYTES:
                 raise OSError(errno.ENOSPC, "the header was cut short", path)
@@ -136,30 +138,34 @@ def attempt(call: Callable[..., T], *arguments: object) -> T | None:
         return None
 
 
-def _lock(files: Files, path: str) -> int:
+def _lock(files: Files, path: str, *, is_ours: bool) -> int:
     try:
         lock = files.lock(path)
     except BlockingIOError as error:
         holder = _first_line(files, path) or "another process"
         raise OwnershipError(f"{path}: in use by {holder}; close that store or use another directory") from error
     holder = _first_line(files, path)
-    if holder and not holder.startswith(_MAGIC):
+    if holder and not holder.startswith(_MAGIC) and not is_ours:
         attempt(files.close, lock)
         raise FormatError(f"{path}: not written by FlatCake; use another directory")
     return lock
 
 
 def _inspect(files: Files, home: str, version: int) -> Header | None:
-    """The header of a directory, or None if it is new; refuses what is not ours."""
+    """The header of a directory, or None if it is new or damaged; refuses what is not ours.
+
+    Either of two files says that a directory is ours, so that damage to one of them costs what is stored at most.
+    """
     names = files.list_directory(home)
-    header = _read_header(files, f"{home}/{FORMAT}", version) if FORMAT in names else None
+    is_ours = LOCK in names and _first_line(files, f"{home}/{LOCK}").startswith(_MAGIC)
+    header = _read_header(files, f"{home}/{FORMAT}", version, is_ours=is_ours) if FORMAT in names else None
     foreign = [name for name in names if POOL_NAME.fullmatch(name)]
-    if header is None and foreign:
+    if header is None and foreign and not is_ours:
         raise FormatError(f"{home}/{foreign[0]}: no readable {FORMAT} file says whose it is; use another directory")
     return header
 
 
-def _read_header(files: Files, path: str, version: int) -> Header | None:
+def _read_header(files: Files, path: str, version: int, *, is_ours: bool) -> Header | None:
     text = files.read_text(path, _TEXT_BYTES_MAX + 1)
     if len(text) <= _HEADER_BYTES and not text.strip("\0 \n"):
         return None  # A crash came before the first header; nothing else was written then.
@@ -168,6 +174,9 @@ def _read_header(files: Files, path: str, version: int) -> Header | None:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("magic") != _MAGIC:
+        if is_ours:
+            log.warning("%s: damaged, it is written anew; what is stored is forgotten", path)
+            return None
         raise FormatError(f"{path}: not the header of a FlatCake pool; use another directory, or empty this one")
     if found.get("version") != version:
         raise FormatError(
@@ -176,6 +185,8 @@ def _read_header(files: Files, path: str, version: int) -> Header | None:
         )
     for entry in fields(Header):
         if type(found.get(entry.name)) is not entry.type:
+            if is_ours:
+                return None
             raise FormatError(f"{path}: {entry.name} is missing or of another type; empty the directory")
     return Header(**{entry.name: found[entry.name] for entry in fields(Header)})
 

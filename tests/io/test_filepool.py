@@ -242,6 +242,24 @@ def test_junk_header_is_refused_and_kept(files: FaultyFiles, tmp_path: Path, con
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("content", [None, b"", b"hello", b"[" * 60_000, b'{"magic": "flatcake-pool", "version": 1}'])
+def test_a_damaged_header_of_ours_is_written_anew(files: FaultyFiles, tmp_path: Path, content: bytes | None) -> None:
+    FilePool(files, spec(tmp_path)).close()
+    (tmp_path / FORMAT).unlink()
+    if content is not None:
+        (tmp_path / FORMAT).write_bytes(content)
+    pool = FilePool(files, spec(tmp_path))
+    assert not pool.kept
+    pool.close()
+    (tmp_path / LOCK).write_bytes(b"garbage")
+    pool = FilePool(files, spec(tmp_path))
+    assert pool.kept
+    pool.close()
+    for name in (FORMAT, LOCK):
+        (tmp_path / name).write_bytes(b"garbage")
+    refused(files, spec(tmp_path), FormatError)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"  \n"])
 def test_header_that_a_crash_cut_short_is_written_again(files: FaultyFiles, tmp_path: Path, content: bytes) -> None:
     (tmp_path / FORMAT).write_bytes(content)
