@@ -38,7 +38,10 @@ class Keeper:
         self._clock: Clock = parts.clock
         self._free_bytes_min = free_bytes_min
         self._home = parts.pool.paths[0].rpartition("/")[0]
-        self._scribe = Scribe()
+        self._scribe = Scribe(self._on_scribe_end)
+        self._is_closed = False
+        self._is_abandoned = False
+        """Closed while a commit was stuck: whoever gets it unstuck closes the manifest."""
         self._settling = threading.Lock()
 
     def reopen(self) -> None:
@@ -61,8 +64,11 @@ class Keeper:
         space.manifest = self.manifest
 
     def post(self, task: Callable[[], object]) -> None:
-        """Run what may wait on a disk: on the scribe's thread, or here once that has ended."""
-        if not self._scribe.post(task):
+        """Run what may wait on a disk: on the scribe's thread, or here once that has ended.
+
+        After a close that found a commit stuck it is not run: it would be stuck, too.
+        """
+        if not self._scribe.post(task) and not self._is_abandoned:
             task()
 
     def tick(self) -> None:
@@ -85,14 +91,21 @@ class Keeper:
     def close(self, end_ns: int) -> bool:
         """Write down what is to be found again; call it when no I/O is in flight, before files are let go.
 
-        What is not done at `end_ns` is lost over the restart.  Returns whether all was done.
+        What is not done at `end_ns` is lost over the restart.  Returns whether all was done; a second call does
+        nothing, for the directory may be another's by then.
         """
+        if self._is_closed:
+            return False
+        self._is_closed = True
         reached = threading.Event()
         self._parts.pump.post(reached.set)  # Reports that were posted before are in the scribe's hands then.
         is_idle = self._parts.pump.on_thread() or reached.wait(self._left_ns(end_ns) / _NS_PER_S)
         is_idle = self._scribe.close(self._left_ns(end_ns)) and is_idle
         if not is_idle:
             log.warning("%s: closed with commits under way; DRAM is not kept", self._home)
+            self._is_abandoned = True
+            if self._scribe.close(0):
+                self.manifest.close()
             return False
         rows = self._dump_dram(end_ns)
         used = [scope.scope_id for scope in sorted(self._catalog.space.scopes, key=lambda scope: scope.order)]
@@ -101,6 +114,11 @@ class Keeper:
     def check(self) -> None:
         """Assert that the manifest is sound, and knows no more extents than there are."""
         self.manifest.check()
+
+    def _on_scribe_end(self) -> None:
+        if self._is_abandoned:
+            self.manifest.settle()
+            self.manifest.close()
 
     # -- DRAM -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from flatcake.io.save import Save
 from flatcake.keeper import Keeper
 from flatcake.keys import Identity, chain
 from flatcake.ledger import Outcome
-from flatcake.messages import Completion, KeyArray, Plan, PlanKind
+from flatcake.messages import Completion, KeyArray, PlanKind
 from flatcake.placement import Turn
 from flatcake.snapshot import take_stats
 from flatcake.stats import StoreStats
@@ -30,6 +30,7 @@ from flatcake.units import MS
 
 TICK_NS = 250 * MS
 """How often expired leases and late plans are looked for."""
+_NEVER_NS = 1 << 62
 
 
 class Store:
@@ -146,7 +147,7 @@ class Store:
                 plan, pages, stream=stream, deadline_ns=deadline_ns, report=report, slots_max=slots_max
             )
         except Exception:
-            report(self._not_begun(plan, None))
+            report(self.plane.parts.completion(plan.plan_id, None, "not begun"))
             raise
         if plan.release != self.catalog.release_number:  # A reset came too early to find it.
             restore.cancel("reset")
@@ -196,7 +197,7 @@ class Store:
         try:
             save = self.plane.save(plan, pages, stream=stream, deadline_ns=deadline_ns, report=self._on_saved)
         except Exception:
-            self._on_saved(self._not_begun(plan, 0))
+            self._on_saved(self.plane.parts.completion(plan.plan_id, 0, "not begun"))
             raise
         with self._lock:
             if plan.plan_id in self._saves:  # Else it was late from the start, and is over.
@@ -221,10 +222,9 @@ class Store:
             self.plane.cancel_all("reset")
 
     def flush(self) -> bool:
-        """See every block on SSD that is visible now to the disk: its data first, then the manifest.
+        """See every block on SSD that is visible now to the disk, data first; whether all of it is there.
 
-        For those who want hits after a power failure; a restart of the process needs no flush.  DRAM is not
-        flushed.  Returns whether all of it is there; False where nothing is kept over a restart.
+        For those who want hits after a power failure: a restart of the process needs no flush.
         """
         self._require_open()
         return self.keeper is not None and self.keeper.flush()
@@ -242,7 +242,14 @@ class Store:
         What DRAM holds is written to disk, as far as time and space allow, so that the next open finds it.
         """
         self._is_closed = True
-        return self.plane.close(self._config.timeouts.close_ns)
+        is_clean = self.plane.close(self._config.timeouts.close_ns)
+        with self._lock:
+            left, self._saves = [save for save in self._saves.values() if save is not None], {}
+        for save in left:
+            save.end(0, "closed")
+        if left:  # Being committed: what was given up is dropped again.
+            self.catalog.expire(_NEVER_NS)
+        return is_clean and not left
 
     def __enter__(self) -> "Store":
         return self
@@ -268,16 +275,6 @@ class Store:
             save = self._saves.pop(outcome.plan_id, None)
         if save is not None:
             save.end(outcome.published_blocks, outcome.reason)
-
-    def _not_begun(self, plan: Plan, first_bad_block: int | None) -> Completion:
-        parts = self.plane.parts
-        return Completion(
-            plan_id=plan.plan_id,
-            rank=parts.rank,
-            epoch=parts.epoch,
-            first_bad_block=first_bad_block,
-            reason="not begun",
-        )
 
     def _is_busy(self) -> str:
         """Why no further save may begin now; empty when one may."""

@@ -660,3 +660,42 @@ def test_what_is_reclaimed_is_forgotten_without_a_further_save(memory: Memory, h
 def test_a_session_must_be_text(memory: Memory, home: Path) -> None:
     with opened(memory, home) as store, pytest.raises(ValueError, match="session=7: expected text"):
         store.save(7, make_tokens("a", 2), np.arange(4))  # type: ignore[arg-type]
+
+
+def test_close_ends_in_time_while_a_commit_hangs_and_lets_go_later(memory: Memory, home: Path) -> None:
+    files, reached, go = Steps(), threading.Event(), threading.Event()
+    store = opened(memory, home, files=files, timeouts={"close_ns": 200_000_000})
+    fill(store, memory, sessions=2)
+
+    def hang(statement: str) -> None:
+        if statement == "COMMIT":
+            reached.set()
+            assert go.wait(WAIT_S)
+
+    files.broken = hang
+    memory.stamp(store.keys(make_tokens("late", 3)), np.arange(6))
+    late = store.save("late", make_tokens("late", 3), np.arange(6))
+    assert reached.wait(WAIT_S)
+    assert not store.close()
+    found = late.result(0)
+    assert found is not None and found.reason == "closed"
+    with pytest.raises(OwnershipError, match="locked"):
+        opened(memory, home)
+    files.broken = lambda statement: None
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "flatcake-scribe":
+            thread.join(WAIT_S)
+    store.close()
+    with opened(memory, home) as after:
+        assert hits(after, memory, sessions=2) == [5, 0], "it counts as a crash"
+        assert after.match(make_tokens("late", 3)).blocks == 0, "it was said to be lost"
+
+
+def test_a_second_close_touches_nothing(memory: Memory, home: Path) -> None:
+    store = opened(memory, home)
+    fill(store, memory)
+    assert store.close()
+    before = {path.name: path.read_bytes() for path in home.iterdir()}
+    store.close()
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == before

@@ -19,6 +19,7 @@ from flatcake.io.records import ExtentRef, Record, RecordBook
 from flatcake.io.tilecopy import Copier
 from flatcake.io.window import Window
 from flatcake.layout import LaneTable
+from flatcake.messages import Completion
 
 
 class MediumIO(NamedTuple):
@@ -87,6 +88,12 @@ class Parts:
 
     def take_stream(self) -> Stream:
         return self.streams.pop() if self.streams else self.device.new_stream()
+
+    def completion(self, plan_id: int, first_bad_block: int | None, reason: str) -> Completion:
+        """What this rank says of a plan that is over."""
+        return Completion(
+            plan_id=plan_id, rank=self.rank, epoch=self.epoch, first_bad_block=first_bad_block, reason=reason
+        )
 
     def transfer(self, medium: int, offset_bytes: int, size_bytes: int, buffer_offset: int) -> Transfer:
         file, at = self.media[Medium(medium)].locate(offset_bytes)

@@ -13,7 +13,9 @@ _NS_PER_S = 1e9
 class Scribe:
     """Runs tasks one after another on a daemon thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_end: Callable[[], object]) -> None:
+        """Start the thread; the last thing that it does, after `close`, is `at_end`."""
+        self._at_end = at_end
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -38,7 +40,11 @@ class Scribe:
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
-            try:
-                task()
-            except Exception:
-                log.exception("a task of the scribe failed")
+            self._call(task)
+        self._call(self._at_end)
+
+    def _call(self, task: Callable[[], object]) -> None:
+        try:
+            task()
+        except Exception:
+            log.exception("a task of the scribe failed")

@@ -165,12 +165,4 @@ class Writing:
             self._parts.streams.append(self._stream)
         if self._reason:
             self._parts.counts[f"saves failed: {self._reason}"] += 1
-        self._report(
-            Completion(
-                plan_id=self._work.plan.plan_id,
-                rank=self._parts.rank,
-                epoch=self._parts.epoch,
-                first_bad_block=self._bad_block,
-                reason=self._reason,
-            )
-        )
+        self._report(self._parts.completion(self._work.plan.plan_id, self._bad_block, self._reason))
