@@ -54,6 +54,8 @@ def reserve_turn(
     gvas = request.gvas
     decision = placement.place(_signals(request, space, now_ns))
     medium = Medium(decision.medium)  # A user's placement may name anything: raise before a slot is taken.
+    if not space.tables[medium].ranges.size_bytes:
+        medium = next(other for other in Medium if other is not medium)
     lead = np.arange(min(decision.shared_dram_blocks, len(gvas)))
     lead = lead[(gvas[lead] == MISS) | (gvas[lead] >= DRAM_GVA_LIMIT)]
     slots = _reserve(None, Medium.DRAM, len(lead), space, pinned, now_ns)

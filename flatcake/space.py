@@ -224,7 +224,9 @@ class Space:
         return sum(lanes.extent_bytes(extent.room_blocks) for extent in scope.extents)
 
     def _may_drop(self, scope: Scope, now_ns: int) -> bool:
-        return scope.medium is not Medium.DRAM or now_ns - scope.last_use_ns > self._marks.dram_idle_ns_max
+        """DRAM keeps what is in use, since new writes can spill to SSD; without SSD it drops like any medium."""
+        can_spill = scope.medium is Medium.DRAM and self.tables[Medium.SSD].ranges.size_bytes > 0
+        return not can_spill or now_ns - scope.last_use_ns > self._marks.dram_idle_ns_max
 
     def _free(self, scope: Scope) -> None:
         for extent in scope.extents:

@@ -112,6 +112,14 @@ def test_a_turn_spills_to_ssd_when_dram_is_full() -> None:
     space.check()
 
 
+def test_a_store_of_one_medium_puts_everything_there_and_reclaims_it() -> None:
+    space = make_space(ssd_files=0, file_bytes=1 << 18)
+    assert places(store(space, "s", make_keys("a", 20), ONE_SHOT)) == [("s", "DRAM", 20)]
+    assert places(store(space, "t", make_keys("b", 20), ONE_SHOT)) == [("t", "DRAM", 20)]
+    assert {scope.session for scope in space.scopes} == {"t"}, "the older one made room: there is nowhere to spill to"
+    space.check()
+
+
 def test_no_room_anywhere_takes_nothing() -> None:
     space = make_space(ssd_files=1, file_bytes=1 << 18)
     pinned: list[Scope] = []
