@@ -33,7 +33,7 @@ class Keeper:
     def __init__(self, catalog: Catalog, parts: Parts, manifest: ManifestDB, files: Files, free_bytes_min: int) -> None:
         assert parts.pool is not None
         self.manifest = manifest
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         self._catalog, self._parts, self._files = catalog, parts, files
         self._clock: Clock = parts.clock
         self._free_bytes_min = free_bytes_min
@@ -50,7 +50,7 @@ class Keeper:
         is_same = self._parts.pool.kept
         stored = self.manifest.load(trusted=self._parts.verify)
         if not is_same and len(stored):
-            self.counts["reopen: rows of another pool"] += len(stored)
+            self._counts["reopen: rows of another pool"] += len(stored)
         space = self._catalog.space
         if is_same:
             dropped = self._catalog.reopen(stored, self._clock.now_ns())
@@ -111,8 +111,12 @@ class Keeper:
         used = [scope.scope_id for scope in sorted(self._catalog.space.scopes, key=lambda scope: scope.order)]
         return self.manifest.close(rows, used, clean=self._sync_pool())
 
+    def counts(self) -> Counter[str]:
+        """What was dropped at open, and what could not be kept since."""
+        return Counter(self._counts) + Counter(self.manifest.counts)
+
     def check(self) -> None:
-        """Assert that the manifest is sound, and knows no more extents than there are."""
+        """Assert that the manifest is sound."""
         self.manifest.check()
 
     def _on_scribe_end(self) -> None:
@@ -134,7 +138,7 @@ class Keeper:
         came = iter(read_dump(self._files, f"{self._home}/{DUMP}", self._parts.arena.array, spans))
         for scope in scopes:
             if sum(next(came) for _ in scope.extents) < len(scope.extents):
-                self.counts["reopen: DRAM scopes lost"] += 1
+                self._counts["reopen: DRAM scopes lost"] += 1
                 space.withdraw(scope)
 
     def _dump_dram(self, end_ns: int) -> list[TurnRow]:
@@ -155,7 +159,7 @@ class Keeper:
         groups = [self._spans(row) for row in rows]
         path = f"{self._home}/{DUMP}"
         done = attempt(write_dump, self._files, path, self._parts.arena.array, groups, go_on) or 0
-        self.counts["DRAM scopes not kept at close"] += len(rows) - done
+        self._counts["DRAM scopes not kept at close"] += len(rows) - done
         if done < len(rows):
             log.warning("%s: %d of %d DRAM scopes are not kept: no time or space", path, len(rows) - done, len(rows))
         return rows[:done]
@@ -179,7 +183,7 @@ class Keeper:
             for fd in self._parts.pool.fds:
                 self._files.sync(fd)
         except OSError as error:
-            self.counts["flushes failed"] += 1
+            self._counts["flushes failed"] += 1
             log.warning("%s: %s", self._home, error)
             return False
         return True

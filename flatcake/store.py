@@ -233,8 +233,7 @@ class Store:
         """What the store holds and did; cheap enough to ask every second."""
         with self._lock:
             counts = Counter(self._counts)
-        kept = (self.keeper.counts, self.keeper.manifest.counts) if self.keeper else ()
-        return take_stats(self.catalog, self.plane, (counts, *kept))
+        return take_stats(self.catalog, self.plane, (counts, self.keeper.counts() if self.keeper else {}))
 
     def close(self) -> bool:
         """End everything within the configured time; True when nothing was left in flight.  Twice is safe.
