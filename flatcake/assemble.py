@@ -244,11 +244,11 @@ def _open_keeper(
     home = pool.paths[0].rpartition("/")[0]
     origin = origin_digest(identity.digest(), pool.file_bytes, len(config.directories), config.rank, FORMAT_VERSION)
     manifest = ManifestDB(files, f"{home}/{MANIFEST}", origin)
+    keeper = Keeper(catalog, plane.parts, manifest, files, config.capacity.ssd_free_bytes_min)
     try:
-        keeper = Keeper(catalog, plane.parts, manifest, files, config.capacity.ssd_free_bytes_min)
         keeper.reopen()
     except BaseException:
-        manifest.close()
+        keeper.give_up()
         raise
     plane.before_release = keeper.close
     return keeper

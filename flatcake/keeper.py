@@ -40,7 +40,7 @@ class Keeper:
         self._home = parts.pool.paths[0].rpartition("/")[0]
         self._scribe = Scribe(self._on_scribe_end)
         self._is_closed = False
-        self._is_abandoned = False
+        self.is_abandoned = False
         """Closed while a commit was stuck: whoever gets it unstuck closes the manifest."""
         self._settling = threading.Lock()
 
@@ -68,7 +68,7 @@ class Keeper:
 
         After a close that found a commit stuck it is not run: it would be stuck, too.
         """
-        if not self._scribe.post(task) and not self._is_abandoned:
+        if not self._scribe.post(task) and not self.is_abandoned:
             task()
 
     def tick(self) -> None:
@@ -103,13 +103,17 @@ class Keeper:
         is_idle = self._scribe.close(self._left_ns(end_ns)) and is_idle
         if not is_idle:
             log.warning("%s: closed with commits under way; DRAM is not kept", self._home)
-            self._is_abandoned = True
-            if self._scribe.close(0):
-                self.manifest.close()
+            self.give_up()
             return False
         rows = self._dump_dram(end_ns)
         used = [scope.scope_id for scope in sorted(self._catalog.space.scopes, key=lambda scope: scope.order)]
         return self.manifest.close(rows, used, clean=self._sync_pool())
+
+    def give_up(self) -> None:
+        """Keep nothing, and let go of the manifest as soon as nothing is stuck there."""
+        self.is_abandoned = True
+        if self._scribe.close(0):
+            self.manifest.close()
 
     def counts(self) -> Counter[str]:
         """What was dropped at open, and what could not be kept since."""
@@ -120,7 +124,7 @@ class Keeper:
         self.manifest.check()
 
     def _on_scribe_end(self) -> None:
-        if self._is_abandoned:
+        if self.is_abandoned:
             self.manifest.settle()
             self.manifest.close()
 

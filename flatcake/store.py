@@ -222,10 +222,7 @@ class Store:
             self.plane.cancel_all("reset")
 
     def flush(self) -> bool:
-        """See every block on SSD that is visible now to the disk, data first; whether all of it is there.
-
-        For those who want hits after a power failure: a restart of the process needs no flush.
-        """
+        """See all that is visible on SSD to the disk, for hits after a power failure; whether all of it is there."""
         self._require_open()
         return self.keeper is not None and self.keeper.flush()
 
@@ -242,13 +239,14 @@ class Store:
         """
         self._is_closed = True
         is_clean = self.plane.close(self._config.timeouts.close_ns)
+        if self.keeper is None or not self.keeper.is_abandoned:
+            return is_clean
         with self._lock:
-            left, self._saves = [save for save in self._saves.values() if save is not None], {}
+            left = [save for save in self._saves.values() if save is not None]
         for save in left:
             save.end(0, "closed")
-        if left:  # Being committed: what was given up is dropped again.
-            self.catalog.expire(_NEVER_NS)
-        return is_clean and not left
+        self.catalog.expire(_NEVER_NS)  # What is being committed now is dropped again.
+        return False
 
     def __enter__(self) -> "Store":
         return self

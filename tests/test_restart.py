@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -699,3 +700,23 @@ def test_a_second_close_touches_nothing(memory: Memory, home: Path) -> None:
     before = {path.name: path.read_bytes() for path in home.iterdir()}
     store.close()
     assert {path.name: path.read_bytes() for path in home.iterdir()} == before
+
+
+@pytest.mark.parametrize("statement", ["BEGIN IMMEDIATE", "SELECT number, body FROM turns"])
+def test_a_manifest_that_faults_at_open_refuses_and_leaves_nothing_behind(
+    memory: Memory, home: Path, statement: str
+) -> None:
+    with opened(memory, home) as store:
+        fill(store, memory)
+    files = Steps()
+
+    def fault(what: str) -> None:
+        if what == statement:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    files.broken = fault
+    with pytest.raises(OwnershipError, match="use another directory"):
+        make_store(memory, make_config(memory, [home]), files=files)
+    assert not files.open_fds
+    with opened(memory, home) as store:
+        assert hits(store, memory) == [5] * 4

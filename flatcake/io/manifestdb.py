@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from flatcake.errors import OwnershipError
 from flatcake.io.manifestfile import open_manifest
 from flatcake.io.salvage import is_sound
 from flatcake.io.seam import Files
@@ -70,7 +71,7 @@ class ManifestDB:
             self.counts["reopen: damaged manifests"] += damages
 
     def load(self, *, trusted: bool) -> Stored:
-        """Read everything, once, after open.
+        """Read everything, once, after open; raises `OwnershipError` where the disk does not give it.
 
         Args:
             trusted: Whether the pool is the one that the manifest tells of, and bytes that are not there would
@@ -78,8 +79,11 @@ class ManifestDB:
         """
         assert self._database is not None
         with self._lock:
-            state = decode_state(self._one("SELECT body FROM state WHERE number = 0"))
-            stored, bad = decode_rows(self._database.execute("SELECT number, body FROM turns"), self._origin)
+            try:
+                state = decode_state(self._one("SELECT body FROM state WHERE number = 0"))
+                stored, bad = decode_rows(self._database.execute("SELECT number, body FROM turns"), self._origin)
+            except sqlite3.Error as error:
+                raise self._refusal(str(error)) from error
             if state is not None and state.origin != self._origin:
                 self.counts["reopen: rows of another identity or pool"] += len(bad)
             elif bad:
@@ -97,12 +101,17 @@ class ManifestDB:
         return replace(stored, generation=min(self._generation, GENERATION_LIMIT >> 1), used=self._used)
 
     def start(self, dropped: Iterable[int], *, everything: bool = False) -> None:
-        """Note that the store is open from now on, forget some rows or all, and promise a step of generations."""
+        """Note that the store is open from now on, forget some rows or all, and promise a step of generations.
+
+        Raises:
+            OwnershipError: It cannot be written; nothing may be stored then.
+        """
         self.drop_turns(dropped)
         with self._lock:
             self._generation += GENERATION_STEP
             steps = [("DELETE FROM turns", ())] if everything else []
-            self._transact([*steps, self._state(was_closed=False)])
+            if not self._transact([*steps, self._state(was_closed=False)]):
+                raise self._refusal("it cannot be written")
 
     # -- Manifest ---------------------------------------------------------------------------------------
 
@@ -232,6 +241,9 @@ class ManifestDB:
             log.warning("%s: %s", self._path, error)
             return False
         return not busy
+
+    def _refusal(self, reason: str) -> OwnershipError:
+        return OwnershipError(f"{self._path}: {reason}; look at the disk, or use another directory")
 
     def _one(self, query: str) -> object:
         assert self._database is not None
