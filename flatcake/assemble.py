@@ -178,8 +178,10 @@ def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> 
         ended = [engine.close(max(0, end_ns - clock.now_ns())) for engine in engines.values()]
         is_idle = all(ended)
         if is_idle:  # Else files and memory stay: a late transfer would hit whatever takes their place.
-            before(end_ns)
-            closing.close()
+            try:
+                before(end_ns)
+            finally:
+                closing.close()
         return is_idle
 
     return close
@@ -248,7 +250,7 @@ def _open_keeper(
     try:
         keeper.reopen()
     except BaseException:
-        keeper.give_up()
+        keeper.give_up(config.timeouts.close_ns)
         raise
     plane.before_release = keeper.close
     return keeper

@@ -103,16 +103,16 @@ class Keeper:
         is_idle = self._scribe.close(self._left_ns(end_ns)) and is_idle
         if not is_idle:
             log.warning("%s: closed with commits under way; DRAM is not kept", self._home)
-            self.give_up()
+            self.give_up(0)
             return False
         rows = self._dump_dram(end_ns)
         used = [scope.scope_id for scope in sorted(self._catalog.space.scopes, key=lambda scope: scope.order)]
         return self.manifest.close(rows, used, clean=self._sync_pool())
 
-    def give_up(self) -> None:
-        """Keep nothing, and let go of the manifest as soon as nothing is stuck there."""
+    def give_up(self, wait_ns: int) -> None:
+        """Keep nothing, and let go of the manifest: now, or as soon as nothing is stuck there."""
         self.is_abandoned = True
-        if self._scribe.close(0):
+        if self._scribe.close(wait_ns):
             self.manifest.close()
 
     def counts(self) -> Counter[str]:

@@ -381,7 +381,9 @@ def test_any_rows_give_a_sound_catalog(data: st.DataObject) -> None:
     blocks = sum(len(each.keys) for number, each in enumerate(rows, 1) if number not in dropped)
     assert counts["reopened_blocks_ssd"] + counts["reopened_blocks_dram"] == blocks
     for name in range(4):
-        save(catalog, f"n{name}", make_keys(f"new {name}", 2), CHAT if name % 2 else ONE_SHOT)
+        plan = catalog.begin_save(f"n{name}", make_keys(f"new {name}", 2), CHAT if name % 2 else ONE_SHOT, 0)
+        if isinstance(plan, Plan):
+            report(catalog, plan)
         catalog.check()
     catalog.reset()
     catalog.check()

@@ -61,7 +61,7 @@ def read_dump(files: Files, path: str, arena: ByteArray, ranges: Sequence[Range]
     try:
         return [bool(attempt(_read, files, fd, arena, span)) for span in ranges]
     finally:
-        files.close(fd)
+        attempt(files.close, fd)
 
 
 def _write(files: Files, fd: int, arena: ByteArray, span: Range, go_on: Callable[[int], bool]) -> bool:

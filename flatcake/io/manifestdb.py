@@ -175,7 +175,7 @@ class ManifestDB:
             database, self._database = self._database, None
             try:
                 self._files.close_database(database)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 log.warning("%s: %s", self._path, error)
                 return False
             return clean
