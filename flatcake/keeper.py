@@ -24,8 +24,6 @@ from flatcake.manifest import BASE_BYTES, ROOM_BLOCKS, TurnRow
 
 log = logging.getLogger(__name__)
 
-_NS_PER_S = 1e9
-
 
 class Keeper:
     """Keeps one store over restarts; only for catalog and data plane in one process."""
@@ -97,9 +95,7 @@ class Keeper:
         if self._is_closed:
             return False
         self._is_closed = True
-        reached = threading.Event()
-        self._parts.pump.post(reached.set)  # Reports that were posted before are in the scribe's hands then.
-        is_idle = self._parts.pump.on_thread() or reached.wait(self._left_ns(end_ns) / _NS_PER_S)
+        is_idle = self._parts.pump.fence(self._left_ns(end_ns))  # All reports are in the scribe's hands then.
         is_idle = self._scribe.close(self._left_ns(end_ns)) and is_idle
         if not is_idle:
             log.warning("%s: closed with commits under way; DRAM is not kept", self._home)

@@ -22,6 +22,7 @@ Handler = Callable[[], None]
 Timer = tuple[int, int]
 
 _POLL_S = 50e-6
+_FENCE_S = 0.01
 _PATIENCE_S_MAX = 3600.0
 _NS_PER_S = 1e9
 
@@ -75,6 +76,17 @@ class Pump:
 
     def on_thread(self) -> bool:
         return threading.current_thread() is self._thread
+
+    def fence(self, wait_ns: int) -> bool:
+        """Wait until everything that was posted before has run, or never will; False when the time is up."""
+        if self.on_thread():
+            return True
+        reached = threading.Event()
+        self.post(reached.set)
+        for _ in range(1 + int(wait_ns / _NS_PER_S / _FENCE_S)):
+            if reached.wait(_FENCE_S) or not self._thread.is_alive():
+                return True
+        return False
 
     def close(self, wait_ns: int) -> bool:
         """Stop after what is queued now; True when the thread has ended.  A second call does nothing."""

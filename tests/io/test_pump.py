@@ -128,3 +128,12 @@ def test_close_gives_up_on_a_handler_that_does_not_end(clock: ManualClock) -> No
     assert not pump.close(0)
     gate.set()
     assert pump.close(WAIT_NS)
+
+
+def test_a_fence_waits_for_what_was_posted_before_and_for_nothing_that_never_comes(pump: Pump) -> None:
+    gate, done = threading.Event(), list[int]()
+    pump.post(lambda: gate.wait(WAIT_S) and done.append(1))
+    assert not pump.fence(20_000_000) and not done
+    gate.set()
+    assert pump.fence(WAIT_NS) and done == [1]
+    assert pump.close(WAIT_NS) and pump.fence(WAIT_NS)
