@@ -87,7 +87,7 @@ def choose_engine(settings: IOConfig, around: Around) -> tuple[Engine, str]:
 
 def posix_threads(processors: int) -> int:
     """Threads of the posix engine: few processors lose more by switching than they gain by depth."""
-    return min(12, max(6, processors * 3 // 4))
+    return min(12, max(4, processors * 3 // 4))
 
 
 def kvikio_threads(processors: int) -> int:
