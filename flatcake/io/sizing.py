@@ -1,7 +1,7 @@
 """How the window is cut, by a rule.
 
 Pure.  A slot holds at least one piece.  On a GPU slots are 24 MiB: at PCIe's rate that is half a millisecond,
-more than Python needs for a tile.  On the host they are 4 MiB, and 12 of them: reads end in bursts, and while
+more than Python needs for a tile.  On the host they are 8 MiB, and 12 of them: reads end in bursts, and while
 some slots are scattered the others keep the disk busy.
 """
 
@@ -13,7 +13,7 @@ from flatcake.layout import LaneTable
 from flatcake.units import DIRECT_BYTES, MiB, align_up
 
 GPU_SLOT_BYTES = 24 * MiB
-HOST_SLOT_BYTES = 4 * MiB
+HOST_SLOT_BYTES = 8 * MiB
 HOST_SLOTS = 12
 
 
