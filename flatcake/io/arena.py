@@ -2,7 +2,7 @@
 
 Copies are queued on the caller's stream, so a read is answered at once: whatever that stream does next sees the
 bytes.  A write is answered when its copies have been made.  Never merges, moves or frees anything.
-Read path:  index -> sched -> plan -> [arena] -> window -> kernels.scatter
+Read path:  index -> catalog -> plan -> [arena] -> window -> kernels.scatter
 """
 
 import errno

@@ -2,7 +2,7 @@
 
 Opening is all or nothing: what was made is removed again when a later step fails.  Content of a pool file is
 trusted by nobody: checksums decide.  Never touches a file that it did not create.
-Read path:  index -> sched -> plan -> [filepool] -> io.posix or io.kvikio -> window
+Read path:  index -> catalog -> plan -> [filepool] -> io.posix or io.kvikio -> window
 """
 
 import errno

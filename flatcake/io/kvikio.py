@@ -2,7 +2,7 @@
 
 Where GPUDirect Storage is not proven this is POSIX underneath, so it is called ``kvikio-compat``.  kvikio has
 one pool of threads a process, and no cancel.  Imports nothing: it is handed the module.
-Read path:  index -> sched -> plan -> [kvikio] -> window -> kernels.scatter
+Read path:  index -> catalog -> plan -> [kvikio] -> window -> kernels.scatter
 """
 
 import errno

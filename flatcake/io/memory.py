@@ -1,7 +1,7 @@
 """An engine over plain memory that records its calls and fails on purpose: tests, replays, and `engine = "memory"`.
 
 It has no threads: a batch is answered before the call returns, unless a fault holds it back.  Never sleeps.
-Read path:  index -> sched -> plan -> [memory] -> window -> kernels.scatter
+Read path:  index -> catalog -> plan -> [memory] -> window -> kernels.scatter
 """
 
 import errno

@@ -2,7 +2,7 @@
 
 Reads of a header are bounded, and what it says is checked before it is believed.  Never touches a file by
 another name than `FORMAT` and `LOCK`.
-Read path:  index -> sched -> plan -> [pooldir] io.filepool -> io.posix or io.kvikio -> window
+Read path:  index -> catalog -> plan -> [pooldir] io.filepool -> io.posix or io.kvikio -> window
 """
 
 import errno

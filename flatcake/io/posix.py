@@ -2,7 +2,7 @@
 
 A batch is cut into tasks, so that several threads share one large transfer; reads go before writes.  It never
 opens or closes a file, and never touches a device: its buffers are host memory.
-Read path:  index -> sched -> plan -> [posix] -> window -> kernels.scatter
+Read path:  index -> catalog -> plan -> [posix] -> window -> kernels.scatter
 """
 
 import errno

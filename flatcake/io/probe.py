@@ -2,7 +2,7 @@
 
 The choice comes with its reason, which `stats` reports.  What cannot work is never chosen quietly: an engine
 that was asked for by name works or is refused.
-Read path:  index -> sched -> plan -> ([probe] chose it) io.posix, io.staged or io.kvikio -> window
+Read path:  index -> catalog -> plan -> ([probe] chose it) io.posix, io.staged or io.kvikio -> window
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 A read goes to a twin and is copied to the slot on the caller's stream; a write takes the way back.  Twins are
 few and fixed: a batch that finds none waits in a queue, and no caller is ever held up.  Never touches a file.
-Read path:  index -> sched -> plan -> io.posix -> [staged] -> window -> kernels.scatter
+Read path:  index -> catalog -> plan -> io.posix -> [staged] -> window -> kernels.scatter
 """
 
 import errno

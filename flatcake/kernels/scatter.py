@@ -1,6 +1,6 @@
 """Window to paged KV memory: all pieces of a tile, all components, in one launch.  Paper §3.4.
 
-Read path:  index -> sched -> plan -> window -> [kernels.scatter] -> event
+Read path:  index -> catalog -> plan -> window -> [kernels.scatter] -> event
 Padding is never copied, pages that are -1 are never written, and the same pass sums what the window holds.
 """
 
