@@ -75,7 +75,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
-    """How an extent is cut, and how extents grow.  Extents of either kind are read alike, so the identity is the same."""
+    """How an extent is cut, and how extents grow.  Either kind is read alike, so it is not in the identity."""
 
     kind: Literal["lanes", "segments"] = "lanes"
     """`lanes`: one range a layer and extent; `segments`: the paper's layer-major segment a turn."""
