@@ -29,7 +29,6 @@ class Reading:
         self._plan, self._tiles, self._pieces = work.plan, work.tiles, work.pieces
         self._next_tile = 0
         self._in_flight = 0
-        self._waits_for_slot = False
         self._has_started = False
         self.is_over = False
         self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
@@ -65,7 +64,7 @@ class Reading:
         if self.is_over or self._in_flight or unstarted or not self._judging.is_idle:
             return
         self.is_over = True
-        self._parts.window.leave(self._on_slot)
+        self._parts.window.leave(self._advance)
         self._judging.end()
         if self._has_started:
             self._parts.restores_active -= 1
@@ -99,16 +98,10 @@ class Reading:
         while self._next_tile < self._tiles.tiles and not self._restore.dropped and self._in_flight < self._slots_max:
             slot = self._parts.window.take()
             if slot is None:
-                if not self._waits_for_slot:
-                    self._waits_for_slot = True
-                    self._parts.window.wait(self._on_slot)
+                self._parts.window.wait(self._advance)
                 break
             self._read(self._next_tile, slot)
         self.end_if_idle()
-
-    def _on_slot(self) -> None:
-        self._waits_for_slot = False
-        self._advance()
 
     def _read(self, tile: int, slot: Buffer) -> None:
         self._next_tile += 1

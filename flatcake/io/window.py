@@ -33,7 +33,7 @@ class Window:
         return self._free.popleft() if self._free else None
 
     def wait(self, retry: Callable[[], None]) -> None:
-        """Call `retry` once when a slot has become free."""
+        """Call `retry` once when a slot has become free; one that waits already keeps its place."""
         self._waiting[retry] = None
 
     def leave(self, retry: Callable[[], None]) -> None:

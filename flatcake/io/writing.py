@@ -31,7 +31,6 @@ class Writing:
         self._parts, self._save, self._work, self._report = parts, save, work, report
         self._next_tile = 0
         self._in_flight = 0
-        self._waits_for_slot = False
         self._last_gather: Event = DoneEvent()
         self._recording = Recording(parts, work.plan, self._on_recorded)
         self._is_recording = False
@@ -87,9 +86,7 @@ class Writing:
                 break
             slot = self._parts.save_window.take()
             if slot is None:
-                if not self._waits_for_slot:
-                    self._waits_for_slot = True
-                    self._parts.save_window.wait(self._on_slot)
+                self._parts.save_window.wait(self._advance)
                 break
             self._gather(slot)
         if self._in_flight or self._is_recording:
@@ -99,10 +96,6 @@ class Writing:
         elif self._next_tile == self._work.tiles.tiles:
             self._is_recording = True
             self._parts.pump.when(self._fetched, lambda: self._recording.start(self._sums()))
-
-    def _on_slot(self) -> None:
-        self._waits_for_slot = False
-        self._advance()
 
     def _gather(self, slot: Buffer) -> None:
         tile = self._next_tile
@@ -158,7 +151,7 @@ class Writing:
         if self._is_over:
             return
         self._is_over = True
-        self._parts.save_window.leave(self._on_slot)
+        self._parts.save_window.leave(self._advance)
         self._recording.close()
         self._save.note_reusable(self._last_gather)
         if self._has_started:

@@ -1,7 +1,6 @@
 """Scatter and gather between a window slot and paged host memory, with numpy: what the kernels do on a GPU.
 
-One assignment a segment and component.  The source is still in the CPU's cache when it is scattered, so this
-runs well above the speed of a disk (14–21 GB/s measured on one core).
+One assignment a segment and component: numpy copies whole rows.
 """
 
 from dataclasses import dataclass
