@@ -44,7 +44,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("io.tilebatch", "io.recording", "io.judging"),
     ("io.reading", "io.writing"),
     ("dataplane", "openmedia", "keeper"),
-    ("snapshot",),
+    ("snapshot", "saves"),
     # One process that has both.
     ("store",),
     ("loop.request", "assemble"),
