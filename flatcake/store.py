@@ -4,8 +4,6 @@ Write path:  save -> catalog.begin_save -> dataplane.save -> report -> catalog.f
 Read path:   match -> lease -> restore -> wait_layer … -> result
 """
 
-from types import TracebackType
-
 import numpy as np
 
 from flatcake.catalog import Catalog, Refused
@@ -176,9 +174,7 @@ class Store:
         Raises:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
         """
-        self._require_open()
-        if not isinstance(session, str):
-            raise ConfigError(f"session={session!r}: expected text that names whose blocks these are")
+        self._require_open(session)
         found = self.keys(tokens, salt=salt, extra=extra)
         table = self.plane.check_pages(pages, len(found))
         now_ns = self._clock.now_ns()
@@ -195,6 +191,43 @@ class Store:
         if not deferred:
             save.start()
         return save
+
+    def delete_session(self, session: str) -> int:
+        """Forget a session's blocks at once, on every medium, and over a restart; waits for the disk.
+
+        Leases and restores that have them keep them until they end; saves under way end as refusals.  Blocks that
+        other sessions use as well go too, unless they are a shared prompt.
+
+        Returns:
+            Blocks dropped.
+
+        Raises:
+            OwnershipError: It could not be written down, so that it holds for this process only: call again.
+        """
+        self._require_open(session)
+        return self.catalog.retention.delete_session(session)
+
+    def pin(self, session: str, *, hold_ns: int) -> int:
+        """Let a session's blocks, and those that they follow on, outlive all others for so long.
+
+        A soft pin: where nothing else is left to reclaim they go, and are counted.  No `retention.ttl_ns` applies
+        meanwhile.  A later pin may make it longer; it ends with the process.
+
+        Returns:
+            Blocks pinned; 0 when nothing of the session is stored.
+
+        Raises:
+            ConfigError: `hold_ns` is not 1 or more nanoseconds.
+        """
+        self._require_open(session)
+        if not isinstance(hold_ns, int) or hold_ns < 1:
+            raise ConfigError(f"hold_ns={hold_ns!r}: expected 1 or more nanoseconds from now on")
+        return self.catalog.retention.pin(session, self._clock.now_ns() + hold_ns)
+
+    def unpin(self, session: str) -> None:
+        """End a session's pin now; an unknown session is no error."""
+        self._require_open(session)
+        self.catalog.retention.unpin(session)
 
     def reset(self) -> int:
         """Forget everything at once, on every medium, and over a restart; restores under way end as misses.
@@ -218,7 +251,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """What the store holds and did; cheap enough to ask every second."""
-        return take_stats(self.catalog, self.plane, (self._saves.counts, self.keeper.counts() if self.keeper else {}))
+        return take_stats(self.catalog, self.plane, self._saves.counts, self.keeper)
 
     def close(self) -> bool:
         """End everything within the configured time; True when nothing was left in flight.  Twice is safe.
@@ -236,9 +269,7 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     # -- private ----------------------------------------------------------------------------------------
@@ -261,7 +292,9 @@ class Store:
         if not self._is_closed:
             self._arm_tick()
 
-    def _require_open(self) -> None:
+    def _require_open(self, session: str = "") -> None:
         if self._is_closed:
             raise ClosedError("the store is closed; open it again")
         self.plane.require_threads()
+        if not isinstance(session, str):
+            raise ConfigError(f"session={session!r}: expected text that names whose blocks these are")
