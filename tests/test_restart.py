@@ -221,7 +221,8 @@ def test_an_engine_of_another_shape_leaves_what_is_stored_alone(memory: Memory, 
                 assert restore(store, other, tokens).blocks == 3
                 check_all(store)
                 left = crashed(home)
-    with make_store(memory, replace(config, directories=(str(left if how == "crash" else home),))) as store:
+    config = replace(config, directories=(str(left if how == "crash" else home),))
+    with make_store(memory, config) as store:
         assert hits(store, memory) == [5] * 4
         check_all(store)
         for number in range(100, 130):  # Now their room is needed.
