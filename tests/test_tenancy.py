@@ -11,6 +11,7 @@ from flatcake.gva import Medium
 from flatcake.manifest import State, Stored, TurnRow, decode_rows, encode_row, encode_state
 from flatcake.tenancy import (
     STATE_NUMBER,
+    TENANT_NUMBER,
     TENANTS_MAX,
     WEAR_NUMBER,
     Tenancy,
@@ -81,7 +82,8 @@ def test_the_order_of_use_is_without_those_that_were_saved_since() -> None:
 
 def tenancy(*states: State | None, origin: bytes = ORIGIN) -> Tenancy:
     """The last run's state first, then those of others, the longest gone first."""
-    rows = [(number, encode_state(state)) for number, state in enumerate(states) if state is not None]
+    numbers = (STATE_NUMBER, *range(TENANT_NUMBER, WEAR_NUMBER))
+    rows = [(n, encode_state(state)) for n, state in zip(numbers, states, strict=False) if state is not None]
     return read_tenancy(rows, origin)
 
 
@@ -102,7 +104,7 @@ def test_the_last_one_here_is_the_youngest_of_the_others() -> None:
 def test_nothing_known_is_no_tenant() -> None:
     found = read_tenancy([], ORIGIN)
     assert found == Tenancy(last=None, own=None) and not found.is_settled
-    found = read_tenancy([(0, b"garbage"), (1, None), (2, encode_state(state(A))), (WEAR_NUMBER, b"x")], ORIGIN)
+    found = read_tenancy([(0, b"garbage"), (16, None), (17, encode_state(state(A))), (WEAR_NUMBER, b"x")], ORIGIN)
     assert found.origins == [A] and found.last is None and found.wear == Wear()
     assert read_tenancy([(WEAR_NUMBER, encode_wear(Wear(ssd_bytes=5)))], ORIGIN).wear.ssd_bytes == 5
 
@@ -111,7 +113,8 @@ def test_only_so_many_others_are_kept() -> None:
     many = [state(bytes([number + 1]) * 16) for number in range(2 * TENANTS_MAX)]
     found = tenancy(*many)
     assert found.origins == [each.origin for each in [*many[1:], many[0]]][-TENANTS_MAX:]
-    assert TENANTS_MAX < WEAR_NUMBER - STATE_NUMBER
+    assert found.rows()[-1] == (TENANT_NUMBER + TENANTS_MAX - 1, encode_state(many[0]))
+    assert TENANT_NUMBER + TENANTS_MAX <= WEAR_NUMBER
 
 
 @pytest.mark.parametrize(("last", "own"), list(itertools.product((True, False), repeat=2)))

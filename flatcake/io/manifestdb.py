@@ -25,7 +25,7 @@ from flatcake.manifest import (
     encode_row,
     encode_state,
 )
-from flatcake.tenancy import STATE_NUMBER, WEAR_NUMBER, Tenancy, idle_seconds, order_of_use, read_tenancy
+from flatcake.tenancy import STATE_NUMBER, TENANT_NUMBER, WEAR_NUMBER, Tenancy, completed, read_tenancy
 from flatcake.wear import Wear, encode_wear
 
 log = logging.getLogger(__name__)
@@ -108,14 +108,7 @@ class ManifestDB:
                 stored, _ = decode_rows([], self._origin)
             if foreign := int((stored.tenants > 0).sum()):
                 self.counts["reopen: rows of another identity or pool"] += foreign
-            last = tenancy.last
-            stored = replace(
-                stored,
-                used=order_of_use(stored, last),
-                idle_s=idle_seconds(stored, last, wall_s),
-                piece_bytes=tuple(state.piece_bytes for state in tenancy.others),
-                wear=tenancy.wear,
-            )
+            last, stored = tenancy.last, completed(stored, tenancy, wall_s)
             self._tenancy, self._sequence = tenancy.with_rows_only(stored), stored.sequence
             known = last.generation if last is not None else stored.generation + GENERATION_STEP
             # The clock as well: a manifest that was restored from a copy, or lost, knows too little.
@@ -137,12 +130,10 @@ class ManifestDB:
         with self._lock:
             self._generation += GENERATION_STEP
             self._note(used)
-            others = () if everything else self._tenancy.others
+            self._tenancy = replace(self._tenancy, others=()) if everything else self._tenancy
             steps: list[Step] = [("DELETE FROM turns", ())] if everything else []
-            steps.append(("DELETE FROM state WHERE number > ? AND number < ?", (STATE_NUMBER, WEAR_NUMBER)))
-            for number, state in enumerate(others, STATE_NUMBER + 1):
-                body = encode_state(replace(state, used=(), used_s=(), noted=0))
-                steps.append(("INSERT INTO state VALUES (?, ?)", (number, body)))
+            steps.append(("DELETE FROM state WHERE number >= ? AND number < ?", (TENANT_NUMBER, WEAR_NUMBER)))
+            steps += [(_PUT_STATE, row) for row in self._tenancy.rows()]
             if not self._transact([*steps, self._state(was_closed=False)]):
                 raise self._refusal("it cannot be written")
 
