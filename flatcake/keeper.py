@@ -54,6 +54,7 @@ class Keeper:
         if not is_same and len(stored):
             self._counts["reopen: rows of another pool"] += len(stored)
         space = self._catalog.space
+        space.manifest = self.manifest  # What expires at once goes with the first transaction.
         self._resume(stored.wear)
         if is_same:
             dropped = self._catalog.reopen(stored, self._clock.now_ns())
@@ -64,7 +65,6 @@ class Keeper:
             space.generation = stored.generation
             self.manifest.start((), everything=True)
         self._remove_dump()
-        space.manifest = self.manifest
 
     def post(self, task: Callable[[], object]) -> None:
         """Run what may wait on a disk: on the scribe's thread, or here once that has ended.
@@ -144,7 +144,7 @@ class Keeper:
         self.manifest.wear = self._wear
 
     def _wear(self) -> Wear:
-        total = self.written_before + self._parts.written_bytes
+        total = {medium: self.written_before[medium] + self._parts.written_bytes[medium] for medium in Medium}
         left_bytes = self._catalog.space.budget.left_bytes(self._clock.now_ns())
         return Wear(
             dram_bytes=total[Medium.DRAM],

@@ -277,6 +277,8 @@ def test_time_to_live_goes_on_while_the_store_is_closed(memory: Memory, home: Pa
         assert sum(blocks(store, "old", "read", "new")), "without a time to live all stay"
     with opened(memory, place, files=files, ttl_ns=TTL_NS) as store:
         assert store.stats().blocks == 0 and store.stats().counts["expired_blocks"]
+        rows = store.keeper.manifest._database.execute("SELECT count(*) FROM turns")  # type: ignore[union-attr]
+        assert rows.fetchone()[0] == 0, "nor does their row outlive their bytes"
 
 
 @pytest.mark.parametrize("how", ["close", "crash"])
