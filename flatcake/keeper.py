@@ -130,7 +130,7 @@ class Keeper:
 
     def _used(self) -> list[tuple[int, int]]:
         """All scopes in order of use, oldest first, each with the wall clock of its last use."""
-        now_ns, wall_s = self._clock.now_ns(), self._files.wall_s()
+        now_ns, wall_s = self._clock.now_ns(), self.manifest.wall_s()
         scopes = sorted(self._catalog.space.scopes, key=lambda scope: scope.order)
         return [(scope.scope_id, max(1, wall_s - (now_ns - scope.last_use_ns) // SECOND)) for scope in scopes]
 
@@ -139,7 +139,7 @@ class Keeper:
     def _resume(self, wear: Wear) -> None:
         """Count and spend on where an earlier run has left off."""
         self.written_before = Counter({Medium.DRAM: wear.dram_bytes, Medium.SSD: wear.ssd_bytes})
-        idle_s = self._files.wall_s() - wear.wall_s
+        idle_s = self.manifest.wall_s() - wear.wall_s
         self._catalog.space.budget.resume(wear.left_bytes, idle_s, self._clock.now_ns())
         self.manifest.wear = self._wear
 
@@ -150,7 +150,7 @@ class Keeper:
             dram_bytes=total[Medium.DRAM],
             ssd_bytes=total[Medium.SSD],
             left_bytes=UNKNOWN if left_bytes is None else left_bytes,
-            wall_s=max(0, self._files.wall_s()),
+            wall_s=max(0, self.manifest.wall_s()),
         )
 
     # -- DRAM -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from flatcake.errors import OwnershipError
 from flatcake.io.manifestfile import open_manifest
+from flatcake.io.pooldir import attempt
 from flatcake.io.salvage import is_sound
 from flatcake.io.seam import Files
 from flatcake.manifest import (
@@ -76,6 +77,7 @@ class ManifestDB:
         self._generation = 0
         self._noted = State(origin=origin, piece_bytes=tuple(piece_bytes))
         self._tenancy = Tenancy(last=None, own=None)
+        self._wall_s = 0
         self.wear: Callable[[], Wear] = Wear
         """Asked at each transaction what the media have taken."""
         self._database: sqlite3.Connection | None
@@ -91,7 +93,7 @@ class ManifestDB:
                 be noticed; if not, rows count only after a clean close, or not at all.
         """
         assert self._database is not None
-        wall_s = self._files.wall_s()
+        wall_s = self._wall_s = self._files.wall_s()
         with self._lock:
             try:
                 tenancy = read_tenancy(self._database.execute("SELECT number, body FROM state"), self._origin)
@@ -136,6 +138,11 @@ class ManifestDB:
             steps += [(_PUT_STATE, row) for row in self._tenancy.rows()]
             if not self._transact([*steps, self._state(was_closed=False)]):
                 raise self._refusal("it cannot be written")
+
+    def wall_s(self) -> int:
+        """Seconds since 1970; those of the last time that the system said so, if it does not."""
+        self._wall_s = attempt(self._files.wall_s) or self._wall_s
+        return self._wall_s
 
     # -- Manifest ---------------------------------------------------------------------------------------
 
@@ -220,7 +227,7 @@ class ManifestDB:
         """A row's number, and the statement that puts it there."""
         self._sequence += 1
         number = row.scope_id << SCOPE_SHIFT | self._sequence & _KEEP_BITS
-        body = encode_row(row, self._sequence, self._origin, self._files.wall_s())
+        body = encode_row(row, self._sequence, self._origin, self.wall_s())
         return number, ("INSERT INTO turns VALUES (?, ?)", (number, body))
 
     def _note(self, used: Used) -> None:
