@@ -10,7 +10,7 @@ Write path:  data planes -> finish -> [manifest] -> index
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ SESSION_BYTES = 16
 _DIGEST_BYTES = 16
 _HEAD = struct.Struct("<16sqqqIIBB2xI16s")
 """Digest, sequence, scope, shared blocks, parts, blocks, medium, whether it has a session, wall clock, session."""
+_MEDIUM_AT = 48
 _STATE = struct.Struct("<16s16sqqBBH4x")
 """Digest, origin, generation, scopes in order of use, whether the store was closed, what follows, layers."""
 _HAS_TIMES, _HAS_LAYERS = 1, 2
@@ -74,6 +75,8 @@ class Stored:
     """int64 [rows]: 0 for rows of this identity, n for those of the n-th other one."""
     piece_bytes: tuple[tuple[int, ...], ...] = ()
     """Of each other identity: bytes of a piece of each layer."""
+    carried: tuple[tuple[int, bytes], ...] = ()
+    """Rows of other identities in DRAM as they are: a row there counts for one restart, so it must be written again."""
     sequence: int = 0
     """Largest number of a commit."""
     generation: int = 0
@@ -143,7 +146,7 @@ def decode_rows(
     Cost: about 4 µs a row.
     """
     numbers: list[int] = []
-    heads, parts, keys, tenants, bad = [], [], [], [], []
+    heads, parts, keys, tenants, carried, bad = [], [], [], [], [], []
     unpack, head_bytes, part_bytes = struct.Struct("<II").unpack_from, _HEAD.size, 8 * PART_COLUMNS
     for number, body in found:
         if not isinstance(body, bytes) or len(body) < head_bytes:
@@ -155,12 +158,14 @@ def decode_rows(
         if tenant < 0:
             bad.append(number)
             continue
+        if tenant and body[_MEDIUM_AT] == Medium.DRAM:
+            carried.append((number, body))
         numbers.append(number)
         tenants.append(tenant)
         heads.append(body[_DIGEST_BYTES:head_bytes])
         parts.append(body[head_bytes:middle])
         keys.append(body[middle:])
-    return _columns(numbers, tenants, heads, parts, keys), bad
+    return replace(_columns(numbers, tenants, heads, parts, keys), carried=tuple(carried)), bad
 
 
 def encode_state(state: State) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from flatcake.errors import OwnershipError
 from flatcake.io.manifestfile import open_manifest
 from flatcake.io.pooldir import attempt
-from flatcake.io.salvage import is_sound
+from flatcake.io.salvage import Row, is_sound
 from flatcake.io.seam import Files
 from flatcake.manifest import (
     GENERATION_LIMIT,
@@ -187,16 +187,19 @@ class ManifestDB:
         with self._lock:
             return self._database is not None and self._transact([]) and self._checkpoint()
 
-    def close(self, rows: Sequence[TurnRow] = (), used: Used = (), *, clean: bool = False) -> bool:
+    def close(
+        self, rows: Sequence[TurnRow] = (), used: Used = (), carried: Iterable[Row] = (), *, clean: bool = False
+    ) -> bool:
         """Commit last rows and that the store was closed, if it was, and close the file.  Twice is safe.
 
-        `used` is as for `start`.
+        `used` is as for `start`; `carried` are rows of other identities as they were.
         """
         with self._lock:
             if self._database is None:
                 return False
             if clean:
                 steps = [self._insertion(row)[1] for row in rows]
+                steps += [("INSERT OR REPLACE INTO turns VALUES (?, ?)", each) for each in carried]
                 self._note(used)
                 clean = self._transact([*steps, self._state(was_closed=True)]) and self._checkpoint()
             database, self._database = self._database, None
