@@ -193,25 +193,30 @@ def plan_is_good(catalog: Catalog, plan: Plan) -> bool:
 
 
 def test_no_turn_is_committed_behind_a_deletion() -> None:
+    class DeletionFirst:
+        """A lock that lets the thread which reports wait until the deletion is over."""
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is reporting:
+                arrived.set()
+                assert deleted.wait(30)
+
+        def __exit__(self, *raised: object) -> None:
+            return None
+
     catalog, manifest = kept_catalog()
+    arrived, deleted = threading.Event(), threading.Event()
     plan = begin(catalog, "a", make_keys("a", 4))
     outcomes: list[Outcome | None] = []
-    with catalog.retention.committing:  # The report is in, its commit not begun.
-        thread = threading.Thread(target=lambda: outcomes.append(report(catalog, plan)))
-        thread.start()
-        while plan_waits(catalog, plan):
-            pass
-        deleting = threading.Thread(target=catalog.retention.delete_session, args=("a",))
-        deleting.start()
-        while plan_is_good(catalog, plan):
-            pass
-    thread.join()
-    deleting.join()
+    reporting = threading.Thread(target=lambda: outcomes.append(report(catalog, plan)))
+    catalog.retention.committing = DeletionFirst()  # type: ignore[assignment]
+    reporting.start()
+    assert arrived.wait(30)
+    catalog.retention.delete_session("a")
+    deleted.set()
+    reporting.join()
     assert manifest.rows == {} and outcomes[0] is not None and outcomes[0].published_blocks == 0
-
-
-def plan_waits(catalog: Catalog, plan: Plan) -> bool:
-    return bool(catalog._ledger.plans[plan.plan_id].waiting)
+    catalog.check()
 
 
 def test_a_deletion_outlives_the_process_or_says_that_it_does_not() -> None:
