@@ -1,8 +1,10 @@
-"""The engine of kvikio: straight into GPU memory, by its own threads and bounce buffers.  Paper §3.4.
+"""The engine of kvikio: transfers between files and host memory, by its own threads.  Paper §3.4.
 
-Where GPUDirect Storage is not proven this is POSIX underneath, so it is called ``kvikio-compat``.  kvikio has
-one pool of threads a process, and no cancel.  Imports nothing: it is handed the module.
-Read path:  index -> catalog -> plan -> [kvikio] -> window -> kernels.scatter
+They are threads of C++, so a large read costs no Python but its start and its end.  kvikio can read into GPU memory,
+too, but where GPUDirect Storage is not proven it does so by bounce buffers, a thread waiting for each copy; a ring in
+front of it (`io.staged`) is quicker.  kvikio has one pool of threads a process, and no cancel.  Imports nothing: it is
+handed the module.
+Read path:  index -> catalog -> plan -> [kvikio] -> staged -> window -> kernels.scatter
 """
 
 import errno
@@ -25,9 +27,9 @@ _SWEEP = 16
 
 
 class KvikioEngine:
-    """Moves batches between files and GPU memory, or host memory.  Safe to call from several threads."""
+    """Moves batches between files and host memory.  Safe to call from several threads."""
 
-    name = "kvikio-compat"
+    name = "kvikio"
 
     def __init__(
         self, kvikio: Any, paths: Sequence[str], when: When, *, threads: int, task_bytes: int, direct: bool
@@ -111,12 +113,8 @@ class KvikioEngine:
 
     def _start(self, verb: str, transfer: Transfer, buffer: Buffer) -> "_Part":
         file, offset_bytes, size_bytes, buffer_offset = transfer
-        # kvikio takes GPU memory by its array interface, but refuses torch's host tensors.
-        view: Any
-        if buffer.host is None:
-            view = _DeviceBytes(buffer, buffer_offset, size_bytes)
-        else:
-            view = buffer.host[buffer_offset : buffer_offset + size_bytes]
+        assert buffer.host is not None, "a ring stands between kvikio and GPU memory"
+        view = buffer.host[buffer_offset : buffer_offset + size_bytes]
         if size_bytes == 0:
             return _Part(view, None, 0)
         try:
@@ -157,21 +155,6 @@ class KvikioEngine:
                 file.close()
             except Exception as error:
                 log.warning("kvikio could not close a file: %s", error)
-
-
-class _DeviceBytes:
-    """A range of a buffer as kvikio wants it: torch's own array interface takes longer to make than a read to start."""
-
-    __slots__ = ("__cuda_array_interface__", "_buffer")
-
-    def __init__(self, buffer: Buffer, start: int, size_bytes: int) -> None:
-        self._buffer = buffer
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (buffer.address + start, False),
-            "version": 3,
-        }
 
 
 @dataclass(slots=True)
