@@ -25,7 +25,15 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("fields", "gva", "geometry", "io.seam", "kernels.walk", "kernels.launch", "sched.counters"),
     # Pure rules, and kernels over plain tensors.
     ("config", "keys", "messages", "placement", "layout", "index"),
-    ("kernels.kvtable", "kernels.checksum", "sched.hrrn", "sched.ready", "sched.settings", "sched.estimate"),
+    (
+        "kernels.kvtable",
+        "kernels.checksum",
+        "sched.hrrn",
+        "sched.ready",
+        "sched.settings",
+        "sched.estimate",
+        "sched.shared",
+    ),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
     ("scopes",),
