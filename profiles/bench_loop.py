@@ -79,6 +79,11 @@ class FreePages:
 
     def __init__(self, count: int) -> None:
         self._free, self._lock = np.random.default_rng(3).permutation(count).tolist(), threading.Lock()
+        self._count = count
+
+    def out(self) -> int:
+        """Pages that are not free."""
+        return self._count - len(self._free)
 
     def take(self, count: int) -> list[int] | None:
         with self._lock:
@@ -230,6 +235,20 @@ def run_order(bench: Bench, work: Work, order: str) -> Outcome:
     return outcome
 
 
+def silence(bench: Bench, count: int) -> dict[str, float]:
+    """Submit and cancel `count` requests, then wait until nothing of them is left: seconds of either."""
+    with flatcake.Loop(bench.store, pages=bench.free) as loop:
+        started = time.perf_counter()
+        for number in range(count):
+            keys = (bench.large if number % 2 else bench.small)[number % len(bench.small) % len(bench.large)]
+            loop.cancel(loop.submit(flatcake.LoopRequest(tokens=keys)))
+        cancelled = time.perf_counter()
+        while loop.stats()["requests"] or bench.store.stats().leases or bench.free.out():
+            assert time.perf_counter() < cancelled + WAIT_S, loop.stats()
+            time.sleep(0.001)
+        return {"submit_and_cancel_s": cancelled - started, "silence_s": time.perf_counter() - cancelled}
+
+
 def spread(values: list[float]) -> dict[str, float]:
     return {
         "mean": statistics.fmean(values),
@@ -238,7 +257,7 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def run(bench: Bench, seconds: float, rounds: int) -> dict[str, Any]:
+def run(bench: Bench, seconds: float, rounds: int, cancels: int) -> dict[str, Any]:
     """All cases: figures by arrivals, load, order and class, and ratios of two queues to the others."""
     rate = bench.bandwidth()
     cases: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
@@ -279,6 +298,7 @@ def run(bench: Bench, seconds: float, rounds: int) -> dict[str, Any]:
         },
         "ready_ms": cases,
         "ratios": ratios,
+        "cancelled": silence(bench, cancels),
         "block_mib": bench.shape.block_bytes / MiB,
         "io_path": bench.store.stats().io_path,
     }
@@ -303,6 +323,7 @@ def show(result: dict[str, Any]) -> None:
     for kind, ratio in result["estimate_over_measured"].items():
         within = result["estimate_within_2x"][kind]
         print(f"estimate over measured time of a restore alone, {kind}: median {ratio:.2f}, {within:.0%} within 2 x")
+    print("submitted and cancelled: " + "  ".join(f"{name} {value:.3f}" for name, value in result["cancelled"].items()))
 
 
 def record(result: dict[str, Any]) -> None:
@@ -314,7 +335,7 @@ def record(result: dict[str, Any]) -> None:
         for kind, figures in kinds.items()
     }
     rows |= {f"{case} ratio": ratios for case, ratios in result["ratios"].items()}
-    rows["run"] = {"restore_gb_s": result["restore_gb_s"]}
+    rows["run"] = {"restore_gb_s": result["restore_gb_s"], **result["cancelled"]}
     rows |= {name: result[name] for name in ("estimate_over_measured", "estimate_within_2x")}
     append_rows("loop", " ".join(["python", *sys.argv]), result["device"], rows)
 
@@ -334,7 +355,7 @@ def main() -> int:
     directory = tempfile.mkdtemp(dir=args.directory)
     bench = Bench(shape, args.device, directory)
     try:
-        result = run(bench, 0.05 if args.smoke else args.seconds, args.rounds)
+        result = run(bench, 0.05 if args.smoke else args.seconds, args.rounds, 100 if args.smoke else 10_000)
     finally:
         bench.store.close()
         shutil.rmtree(directory)
