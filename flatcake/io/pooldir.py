@@ -69,16 +69,30 @@ def claim(files: Files, home: str, header: Header) -> tuple[int, Header | None]:
         FormatError: It holds another format, or foreign files under our names.  Nothing was changed.
     """
     with explained(files, home, "the pool needs a lock"):
-        found = _inspect(files, home, header.version)  # Before anything is written there.
+        found = find_header(files, home, header.version)  # Before anything is written there.
         lock = _lock(files, f"{home}/{LOCK}", is_ours=found is not None)
         try:
-            before = _inspect(files, home, header.version)
+            before = find_header(files, home, header.version)
             pid, host, now = os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
             files.write_text(lock, f"{_MAGIC} pid {pid} on {host} since {now}\n")
         except BaseException:
             attempt(files.close, lock)
             raise
         return lock, before
+
+
+def find_header(files: Files, home: str, version: int) -> Header | None:
+    """The header of a directory, or None if it is new or damaged; refuses what is not ours.
+
+    Either of two files says that a directory is ours, so that damage to one of them costs what is stored at most.
+    """
+    names = files.list_directory(home)
+    is_ours = LOCK in names and _first_line(files, f"{home}/{LOCK}").startswith(_MAGIC)
+    header = _read_header(files, f"{home}/{FORMAT}", version, is_ours=is_ours) if FORMAT in names else None
+    foreign = [name for name in names if POOL_NAME.fullmatch(name)]
+    if header is None and foreign and not is_ours:
+        raise FormatError(f"{home}/{foreign[0]}: no readable {FORMAT} file says whose it is; use another directory")
+    return header
 
 
 def let_go(files: Files, lock: int) -> None:
@@ -149,20 +163,6 @@ def _lock(files: Files, path: str, *, is_ours: bool) -> int:
         attempt(files.close, lock)
         raise FormatError(f"{path}: not written by FlatCake; use another directory")
     return lock
-
-
-def _inspect(files: Files, home: str, version: int) -> Header | None:
-    """The header of a directory, or None if it is new or damaged; refuses what is not ours.
-
-    Either of two files says that a directory is ours, so that damage to one of them costs what is stored at most.
-    """
-    names = files.list_directory(home)
-    is_ours = LOCK in names and _first_line(files, f"{home}/{LOCK}").startswith(_MAGIC)
-    header = _read_header(files, f"{home}/{FORMAT}", version, is_ours=is_ours) if FORMAT in names else None
-    foreign = [name for name in names if POOL_NAME.fullmatch(name)]
-    if header is None and foreign and not is_ours:
-        raise FormatError(f"{home}/{foreign[0]}: no readable {FORMAT} file says whose it is; use another directory")
-    return header
 
 
 def _read_header(files: Files, path: str, version: int, *, is_ours: bool) -> Header | None:

@@ -13,6 +13,7 @@ import mmap
 import os
 import sqlite3
 import stat
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -122,6 +123,29 @@ class Files:
             os.close(fd)
             raise
         return fd
+
+    def open_reading(self, path: str, *, direct: bool) -> int:
+        """Open a regular file for reading alone, never through a symbolic link; errors as for `open_file`."""
+        fd = os.open(path, os.O_RDONLY | _PATH_FLAGS | os.O_NONBLOCK | (os.O_DIRECT if direct else 0))
+        try:
+            _require_regular(fd, path)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def is_locked(self, fd: int) -> bool:
+        """Whether another process has locked some of an open file, as SQLite does; asks, and takes no lock.
+
+        Not in the process that holds the lock: there, closing `fd` would let go of it.
+        """
+        wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # The whole file.
+        answer = fcntl.fcntl(fd, fcntl.F_GETLK, wanted)
+        return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
+
+    def modified_ns(self, fd: int) -> int:
+        """When a file was written last, in nanoseconds since 1970."""
+        return os.fstat(fd).st_mtime_ns
 
     def open_database(self, path: str, *, blob_bytes_max: int) -> sqlite3.Connection:
         """Open a SQLite database that is there; transactions are the caller's.
