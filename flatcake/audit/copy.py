@@ -82,19 +82,31 @@ def _copy(files: Files, path: str, to: str) -> None:
     except FileNotFoundError:
         source = None
     try:
-        target = files.open_file(to, create=True, direct=False)
-    except FileExistsError:
-        target = files.open_file(to, create=False, direct=False)
-    try:
-        files.truncate(target, 0)
-        data, at = bytearray(_STEP_BYTES), 0
-        while source is not None and (moved_bytes := files.read(source, [memoryview(data)], at)):
-            _write(files, target, memoryview(data)[:moved_bytes], at, to)
-            at += moved_bytes
+        target = _blank(files, to)
+        try:
+            data, at = bytearray(_STEP_BYTES), 0
+            while source is not None and (moved_bytes := files.read(source, [memoryview(data)], at)):
+                _write(files, target, memoryview(data)[:moved_bytes], at, to)
+                at += moved_bytes
+        finally:
+            files.close(target)
     finally:
-        files.close(target)
         if source is not None:
             files.close(source)
+
+
+def _blank(files: Files, path: str) -> int:
+    """Open an empty file, new or emptied."""
+    try:
+        return files.open_file(path, create=True, direct=False)
+    except FileExistsError:
+        fd = files.open_file(path, create=False, direct=False)
+    try:
+        files.truncate(fd, 0)
+    except OSError:
+        files.close(fd)
+        raise
+    return fd
 
 
 def _write(files: Files, fd: int, data: memoryview, at: int, path: str) -> None:

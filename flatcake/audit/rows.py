@@ -3,7 +3,6 @@
 The copy is opened by the same code that opens a manifest for a store, so damage costs here what it costs there.
 """
 
-import sqlite3
 from dataclasses import replace
 
 from flatcake.about import decode_about
@@ -12,7 +11,7 @@ from flatcake.audit.facts import RowFacts
 from flatcake.errors import FormatError
 from flatcake.io.manifestdb import ABOUT_NUMBER, STATE_NUMBER
 from flatcake.io.manifestfile import open_manifest
-from flatcake.io.salvage import BODY_BYTES_MAX
+from flatcake.io.salvage import BODY_BYTES_MAX, DAMAGE
 from flatcake.io.seam import Files
 from flatcake.manifest import decode_rows, decode_state
 
@@ -39,7 +38,7 @@ def read_rows(files: Files, path: str) -> RowFacts:
             raise FormatError(str(error).replace(copy, path)) from None
         try:
             found = database.execute("SELECT number, body FROM turns").fetchall()
-        except sqlite3.Error:
+        except DAMAGE:
             found, damages = [], damages + 1
         finally:
             files.close_database(database)
@@ -73,5 +72,5 @@ def _bodies(files: Files, copy: str) -> dict[int, bytes]:
             return {number: body for number, body in database.execute(query) if isinstance(body, bytes)}
         finally:
             files.close_database(database)
-    except sqlite3.Error:
+    except DAMAGE:
         return {}

@@ -156,6 +156,7 @@ class Files:
             sqlite3.Error: Whatever SQLite says; it has looked at nothing of the content yet.
         """
         database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        database.text_factory = _lenient  # Damage may make text of a blob.
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, blob_bytes_max)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
         return database
@@ -245,6 +246,10 @@ class Files:
 def view_memory(address: int, size_bytes: int) -> ByteArray:
     """Host memory at an address, as bytes; the caller keeps its owner alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+
+def _lenient(text: bytes) -> str:
+    return text.decode(errors="replace")
 
 
 def _require_regular(fd: int, path: str) -> None:
