@@ -72,7 +72,15 @@ class _Answer(NamedTuple):
 class Checker:
     """Checks the blocks of one store."""
 
-    def __init__(self, about: About, sources: Sources, engine: Engine, verdicts: Verdicts, advance: Advance) -> None:
+    def __init__(
+        self,
+        about: About,
+        sources: Sources,
+        engine: Engine,
+        verdicts: Verdicts,
+        advance: Advance,
+        batch_pieces: int = BATCH_PIECES,
+    ) -> None:
         self._sources, self._engine, self._verdicts, self._advance = sources, engine, verdicts, advance
         self._lanes, self._layout = LaneTable.of(about.geometry), layout_number(about.geometry.fingerprint())
         layers = range(about.geometry.layer_count)
@@ -90,6 +98,7 @@ class Checker:
         self._book = RecordBook(self._lanes, self._layout, sum_kind=SUM_KIND, bytes_max=0)
         self._slots = [Buffer.of(torch.from_numpy(aligned_bytes(slot_bytes))) for _ in range(SLOTS)]
         self._answers: queue.SimpleQueue[_Answer | BaseException] = queue.SimpleQueue()
+        self._batch_pieces = batch_pieces
         self.buffer_bytes = SLOTS * slot_bytes
         self.read_bytes = 0
 
@@ -104,7 +113,7 @@ class Checker:
         for row in runs[is_missing].tolist():
             self._verdicts.give(np.arange(row[FIRST_BLOCK], row[FIRST_BLOCK] + row[BLOCKS]), NO_FILE)
             self._advance(row[BLOCKS] * self._lanes.block_bytes)
-        blocks_max = max(1, BATCH_PIECES // self._lanes.layer_count)
+        blocks_max = max(1, self._batch_pieces // self._lanes.layer_count)
         for table in _batches(runs[~is_missing], blocks_max):
             self._check(table, stored)
 

@@ -1,6 +1,5 @@
 """`flatcake inspect`: what it says of directories in any state, and that it leaves no trace in them."""
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -15,15 +14,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flatcake.audit.copy import ATTEMPTS, copied
-from flatcake.audit.report import as_mapping, as_text, columns
+from flatcake.audit.report import as_mapping, columns
 from flatcake.audit.stores import describe, group
 from flatcake.cli import main
 from flatcake.errors import CapacityError, ConfigError, OwnershipError
-from flatcake.gva import Medium
 from flatcake.io.dramdump import DUMP
 from flatcake.io.manifestdb import MANIFEST
 from flatcake.io.pooldir import FORMAT, LOCK
@@ -32,7 +29,7 @@ from flatcake.manifest import session_digest
 from tests import restart_worker
 from tests.audits import LENGTHS, SESSIONS, called, fill, filled, hits, medium_of, opened, snapshot
 from tests.fakes import FaultyFiles
-from tests.stores import WAIT_S, Memory, branch, make_identity, make_tokens, save, simple_layout
+from tests.stores import WAIT_S, Memory, branch, make_tokens, save, simple_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = LENGTHS[-1]
@@ -417,12 +414,19 @@ def test_any_bytes_anywhere_give_a_report_or_a_refusal(
 # -- refusals -------------------------------------------------------------------------------------------
 
 
+def mark_newer(home: Path) -> None:
+    database = sqlite3.connect(home / MANIFEST)
+    database.execute(f"PRAGMA application_id={0x4643_0000 + 2}")
+    database.execute("PRAGMA user_version=2")
+    database.close()
+
+
 @pytest.mark.parametrize(
     ("prepare", "expected"),
     [
         (lambda home: edit_header(home, version=2), "format 2, this program writes 1"),
-        (lambda home: mark_newer(home), "format 2, this program writes 1"),
-        (lambda home: shutil.rmtree(home), "no such directory"),
+        (mark_newer, "format 2, this program writes 1"),
+        (shutil.rmtree, "no such directory"),
         (lambda home: (shutil.rmtree(home), home.write_text("x")), "no such directory"),
         (lambda home: (shutil.rmtree(home), home.mkdir()), "no FlatCake store"),
         (lambda home: ((home / FORMAT).write_text("mine"), (home / LOCK).unlink()), "not the header"),
@@ -435,13 +439,6 @@ def test_a_callers_mistake_is_2(home: Path, prepare: Any, expected: str, capsys:
         assert main([command, str(home)], environ={}) == 2
         said = capsys.readouterr()
         assert expected in said.err and str(home) in said.err and not said.out
-
-
-def mark_newer(home: Path) -> None:
-    database = sqlite3.connect(home / MANIFEST)
-    database.execute(f"PRAGMA application_id={0x4643_0000 + 2}")
-    database.execute("PRAGMA user_version=2")
-    database.close()
 
 
 class Denied(Files):
