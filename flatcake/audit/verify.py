@@ -141,7 +141,7 @@ def _read(
     about, stored = rows.about, rows.stored
     assert about is not None
     count = pool_files(homes)
-    _, left_out, dropped = rebuilt(about, count, stored)
+    left_out, dropped = rebuilt(about, count, stored)[1:]  # The catalog itself is let go.
     runs = runs_of_rows(stored, ~np.isin(stored.numbers, dropped))
     verdicts = Verdicts(stored)
     bar = progress(int(runs[:, BLOCKS].sum()) * LaneTable.of(about.geometry).block_bytes)

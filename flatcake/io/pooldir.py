@@ -175,7 +175,7 @@ def _read_header(files: Files, path: str, version: int, *, is_ours: bool) -> Hea
         found = None
     if not isinstance(found, dict) or found.get("magic") != _MAGIC:
         if is_ours:
-            log.warning("%s: damaged, it is written anew; what is stored is forgotten", path)
+            log.warning("%s: damaged; an open writes it anew, and forgets what is stored", path)
             return None
         raise FormatError(f"{path}: not the header of a FlatCake pool; use another directory, or empty this one")
     if found.get("version") != version:

@@ -435,10 +435,14 @@ def mark_newer(home: Path) -> None:
 )
 def test_a_callers_mistake_is_2(home: Path, prepare: Any, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(home)
+    before = snapshot(home) if home.is_dir() else {}
     for command in ("inspect", "verify"):
         assert main([command, str(home)], environ={}) == 2
         said = capsys.readouterr()
         assert expected in said.err and str(home) in said.err and not said.out
+        assert (snapshot(home, but=[LOCK]) if home.is_dir() else {}) == {
+            path: entry for path, entry in before.items() if not path.endswith(LOCK)
+        }
 
 
 class Denied(Files):
