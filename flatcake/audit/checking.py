@@ -205,9 +205,9 @@ class Checker:
         if self._has_sums:
             segments = slice(int(tiles.tile_segments[tile]), int(tiles.tile_segments[tile + 1]))
             sums = self._sum(slot, tiles.segments[segments], pieces.seeds[rows])
-            kept = ~np.isin(rows, unread)
-            good, table, seeds = rows[kept], pieces.table, pieces.seeds
-            found = failed_blocks(sums[kept], batch.expected[good], seeds[good], table[good], self._payload_bytes)
+            expected, table = batch.expected[rows], pieces.table[rows]
+            # What did not come fails here as well; that it could not be read is said first.
+            found = failed_blocks(sums, expected, pieces.seeds[rows], table, self._payload_bytes)
             failed = found.tolist()
         error = next((result.error for result in results if result.error), 0)
         return _Answer(slot, size_bytes, np.unique(pieces.table[unread, 1]).tolist(), error, failed)
