@@ -18,7 +18,7 @@ from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
 from flatcake.index import Index
-from flatcake.io.device import Device, open_device
+from flatcake.io.device import Device, When, open_device
 from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts
@@ -120,7 +120,7 @@ def open_dataplane(
             pool=opened.pool,
             copier=_copier(config, geometry, kv, device),
             verify=config.io.verify == "full",
-            **_shapes(config, geometry, device, size),
+            **_shapes(config, geometry, device, size, pump.watch),
         )
         return DataPlane(
             parts,
@@ -142,13 +142,13 @@ class _Shapes(TypedDict):
     book: RecordBook
 
 
-def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: WindowSize) -> _Shapes:
+def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: WindowSize, when: When) -> _Shapes:
     """The parts that follow from the geometry."""
     lanes, layout = LaneTable.of(geometry), layout_number(geometry.fingerprint())
     sum_kind = SUM_KIND if config.io.verify == "full" else SUM_KIND_NONE
     return _Shapes(
-        window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes),
-        save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes),
+        window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes, when=when),
+        save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes, when=when),
         lanes=lanes,
         payload_bytes=[geometry.payload_bytes(layer) for layer in range(geometry.layer_count)],
         layout=layout,
@@ -167,7 +167,9 @@ def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device
     if device.is_host:
         return HostCopier(geometry, kv)
     programs = PROGRAMS_PER_SM * device.multiprocessors * config.io.scatter_sm_percent // 100
-    return GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    copier = GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    copier.warm(sums=config.io.verify == "full")
+    return copier
 
 
 def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> CloseParts:
