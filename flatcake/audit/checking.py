@@ -21,7 +21,7 @@ from flatcake.io.pieces import Work, pieces_of
 from flatcake.io.plan import PlanLimits, make_tiles
 from flatcake.io.records import ExtentRef, Record, RecordBook, aligned_bytes, extents_of
 from flatcake.io.tilebatch import bad_pieces
-from flatcake.io.verdict import expected_sums, failed_blocks
+from flatcake.io.verdict import wanted_sums
 from flatcake.kernels.checksum import SUM_KIND, Sums, sum_parts
 from flatcake.layout import LaneTable
 from flatcake.manifest import BASE_BYTES, COUNT, EXTENT_GENERATION, ROOM_BLOCKS, SLOT, Flags, Stored
@@ -56,7 +56,8 @@ class _Batch:
     work: Work
     blocks: Int64Array
     """int64 [blocks of the request]: where they are in the manifest's order."""
-    expected: Sums
+    wanted: Sums
+    """uint32 [pieces]: unfinished checksums."""
 
 
 class _Answer(NamedTuple):
@@ -132,9 +133,9 @@ class Checker:
         plan = Plan(kind=PlanKind.RESTORE, plan_id=0, runs=Runs(table), keys=stored.keys[blocks])
         tiles = make_tiles(plan.runs, self._lanes, self._limits)
         pieces = pieces_of(plan, tiles, self._lanes, self._layout)
-        expected = expected_sums(plan, pieces, records, self._lanes.layer_count)
+        wanted = wanted_sums(plan, pieces, records, self._payload_bytes)
         mine = np.unique(pieces.table[:, 1])
-        self._move(_Batch(Work(plan, tiles, pieces), blocks, expected))
+        self._move(_Batch(Work(plan, tiles, pieces), blocks, wanted))
         fine = mine[~self._verdicts.failed()[blocks[mine]]]
         self._verdicts.give(blocks[fine], Verdict(Outcome.GOOD if self._has_sums else Outcome.UNCHECKED))
 
@@ -205,10 +206,8 @@ class Checker:
         if self._has_sums:
             segments = slice(int(tiles.tile_segments[tile]), int(tiles.tile_segments[tile + 1]))
             sums = self._sum(slot, tiles.segments[segments], pieces.seeds[rows])
-            expected, table = batch.expected[rows], pieces.table[rows]
             # What did not come fails here as well; that it could not be read is said first.
-            found = failed_blocks(sums, expected, pieces.seeds[rows], table, self._payload_bytes)
-            failed = found.tolist()
+            failed = np.unique(pieces.table[rows][sums != batch.wanted[rows], 1]).tolist()
         error = next((result.error for result in results if result.error), 0)
         return _Answer(slot, size_bytes, np.unique(pieces.table[unread, 1]).tolist(), error, failed)
 
