@@ -48,7 +48,7 @@ def hits(store: Store, memory: Memory, sessions: int = SESSIONS) -> list[int]:
 
 def places(store: Store, number: int) -> list[tuple[Medium, int]]:
     """Medium and offset of the first piece of each block of a session."""
-    found = [decode(int(gva)) for gva in store.match(make_tokens(number, LENGTHS[-1])).hit.gvas]
+    found = [decode(int(gva)) for gva in store.match(make_tokens(number, 99)).hit.gvas]
     return [(place.medium, place.offset_bytes) for place in found]
 
 

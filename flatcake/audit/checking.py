@@ -5,7 +5,7 @@ pages are missing.  The threads of the engine read and sum; memory does not grow
 """
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +43,9 @@ from flatcake.units import DIRECT_BYTES, MiB, align_up
 SLOT_BYTES = 8 * MiB
 SLOTS = 8
 BATCH_PIECES = 1 << 17
-"""Pieces that are planned at once: about 10 MB of arrays."""
+"""Pieces that are looked at together: about 10 MB of arrays."""
+ALONE_BYTES = 1 * MiB
+"""An extent with so many bytes of blocks is planned alone."""
 
 Advance = Callable[[int], None]
 """Told of bytes that have been checked."""
@@ -61,13 +63,13 @@ class _Batch:
 
 
 class _Answer(NamedTuple):
-    """How a tile fared; blocks of the request."""
+    """How a tile fared; blocks as in the manifest."""
 
     slot: Buffer
     size_bytes: int
-    unread: list[int]
+    unread: Int64Array
     error: int
-    failed: list[int]
+    failed: Int64Array
 
 
 class Checker:
@@ -104,84 +106,80 @@ class Checker:
         self.read_bytes = 0
 
     def check(self, runs: Int64Array, stored: Stored) -> None:
-        """Check blocks.
+        """Check blocks: those are good in the end of which nothing else was said.
 
         Args:
             runs: As in `Runs`, disjoint and in the order of the media; their blocks are those of `stored`.
             stored: Keys.
         """
         is_missing = self._sources.is_missing(runs)
-        for row in runs[is_missing].tolist():
-            self._verdicts.give(np.arange(row[FIRST_BLOCK], row[FIRST_BLOCK] + row[BLOCKS]), NO_FILE)
-            self._advance(row[BLOCKS] * self._lanes.block_bytes)
-        blocks_max = max(1, self._batch_pieces // self._lanes.layer_count)
-        for table in _batches(runs[~is_missing], blocks_max):
-            self._check(table, stored)
+        self._fail(runs[is_missing], NO_FILE)
+        runs = runs[~is_missing]
+        self._verdicts.give(_blocks_of(runs), Verdict(Outcome.GOOD if self._has_sums else Outcome.UNCHECKED))
+        for table in _batches(runs, max(1, self._batch_pieces // self._lanes.layer_count)):
+            table, records = self._load(table) if self._has_sums else (table, {})
+            for part in _extents_apart(table, max(1, ALONE_BYTES // self._lanes.block_bytes)):
+                self._start(part, records, stored)
+        while len(self._slots) < SLOTS:
+            self._settle()
 
-    def _check(self, table: Int64Array, stored: Stored) -> None:
-        counts = table[:, BLOCKS]
-        firsts = np.cumsum(counts) - counts
-        blocks = np.arange(int(counts.sum())) + np.repeat(table[:, FIRST_BLOCK] - firsts, counts)
-        table = table.copy()
-        table[:, FIRST_BLOCK] = firsts
-        records = self._load(table, blocks) if self._has_sums else {}
-        if self._has_sums:
-            refs = table[:, [MEDIUM, BASE, ROOM, GENERATION]].tolist()
-            table = table[np.array([ExtentRef(*ref) in records for ref in refs], np.bool_)]
-        if not len(table):
-            return
-        plan = Plan(kind=PlanKind.RESTORE, plan_id=0, runs=Runs(table), keys=stored.keys[blocks])
-        tiles = make_tiles(plan.runs, self._lanes, self._limits)
-        pieces = pieces_of(plan, tiles, self._lanes, self._layout)
-        wanted = wanted_sums(plan, pieces, records, self._payload_bytes)
-        mine = np.unique(pieces.table[:, 1])
-        self._move(_Batch(Work(plan, tiles, pieces), blocks, wanted))
-        fine = mine[~self._verdicts.failed()[blocks[mine]]]
-        self._verdicts.give(blocks[fine], Verdict(Outcome.GOOD if self._has_sums else Outcome.UNCHECKED))
+    def _fail(self, table: Int64Array, verdict: Verdict) -> None:
+        """All blocks of some runs have failed, unread."""
+        blocks = _blocks_of(table)
+        self._verdicts.give(blocks, verdict)
+        self._advance(len(blocks) * self._lanes.block_bytes)
 
-    def _load(self, table: Int64Array, blocks: Int64Array) -> dict[ExtentRef, Record]:
-        """The records of the extents; the blocks of those without one have failed."""
+    def _load(self, table: Int64Array) -> tuple[Int64Array, dict[ExtentRef, Record]]:
+        """The records of the extents, and the runs that have one; the blocks of the others have failed."""
         refs = extents_of(Runs(table))
         answers: queue.SimpleQueue[tuple[Record, Result]] = queue.SimpleQueue()
         for ref in refs:
             self._read_record(self._book.empty(ref), answers)
         found: dict[ExtentRef, Record] = {}
+        errors: dict[ExtentRef, int] = {}
         for _ in refs:
             record, result = answers.get()
             self.read_bytes += result.moved_bytes
             accepted = self._book.accept(record) if not result.error else None
             if accepted is not None:
                 found[record.ref] = accepted
-                continue
-            mine = (table[:, [MEDIUM, BASE, ROOM, GENERATION]] == np.array(record.ref)).all(axis=1)
-            for row in table[mine].tolist():
-                lost = blocks[row[FIRST_BLOCK] : row[FIRST_BLOCK] + row[BLOCKS]]
-                self._verdicts.give(lost, unreadable(result.error) if result.error else NO_RECORD)
-                self._advance(len(lost) * self._lanes.block_bytes)
-        return found
+            else:
+                errors[record.ref] = result.error
+        of_rows = [ExtentRef(*row) for row in table[:, [MEDIUM, BASE, ROOM, GENERATION]].tolist()]
+        for error in set(errors.values()):
+            mine = np.array([errors.get(ref) == error for ref in of_rows], np.bool_)
+            self._fail(table[mine], unreadable(error) if error else NO_RECORD)
+        return table[np.array([ref in found for ref in of_rows], np.bool_)], found
 
     def _read_record(self, record: Record, answers: "queue.SimpleQueue[tuple[Record, Result]]") -> None:
         batch = [self._transfer(record.ref.medium, record.ref.base_bytes, record.raw.nbytes, 0)]
         buffer = Buffer.of(torch.from_numpy(record.raw))
         self._engine.read(batch, buffer, None, lambda results: answers.put((record, results[0])))
 
-    def _move(self, batch: _Batch) -> None:
-        """Read all tiles, a slot each, and note what the threads make of them."""
-        tiles, in_flight, next_tile = batch.work.tiles, 0, 0
-        while next_tile < tiles.tiles or in_flight:
-            while next_tile < tiles.tiles and self._slots:
-                self._read(batch, next_tile, self._slots.pop())
-                next_tile, in_flight = next_tile + 1, in_flight + 1
-            answer = self._answers.get()
-            in_flight -= 1
-            if isinstance(answer, BaseException):
-                raise answer
-            self._slots.append(answer.slot)
-            if answer.unread:
-                self._verdicts.give(batch.blocks[answer.unread], unreadable(answer.error))
-            if answer.failed:
-                self._verdicts.give(batch.blocks[answer.failed], CHECKSUM)
-            self._advance(answer.size_bytes)
+    def _start(self, table: Int64Array, records: Mapping[ExtentRef, Record], stored: Stored) -> None:
+        """Start reading some runs, a slot each tile; what has come back meanwhile is noted."""
+        blocks = _blocks_of(table)
+        table = table.copy()
+        table[:, FIRST_BLOCK] = np.cumsum(table[:, BLOCKS]) - table[:, BLOCKS]
+        plan = Plan(kind=PlanKind.RESTORE, plan_id=0, runs=Runs(table), keys=stored.keys[blocks])
+        tiles = make_tiles(plan.runs, self._lanes, self._limits)
+        pieces = pieces_of(plan, tiles, self._lanes, self._layout)
+        wanted = wanted_sums(plan, pieces, records, self._payload_bytes)
+        batch = _Batch(Work(plan, tiles, pieces), blocks, wanted)
+        for tile in range(tiles.tiles):
+            if not self._slots:
+                self._settle()
+            self._read(batch, tile, self._slots.pop())
+
+    def _settle(self) -> None:
+        """Wait for a tile, and note what the threads make of it."""
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        self._slots.append(answer.slot)
+        self._verdicts.give(answer.unread, unreadable(answer.error))
+        self._verdicts.give(answer.failed, CHECKSUM)
+        self._advance(answer.size_bytes)
 
     def _read(self, batch: _Batch, tile: int, slot: Buffer) -> None:
         tiles = batch.work.tiles
@@ -202,14 +200,15 @@ class Checker:
         rows = np.arange(int(pieces.tile_pieces[tile]), int(pieces.tile_pieces[tile + 1]))
         size_bytes = int(self._lanes.piece_bytes[pieces.table[rows, 2]].sum())
         unread = bad_pieces(self._lanes, tiles, pieces, tile, results)
-        failed: list[int] = []
+        failed = np.empty(0, np.int64)
         if self._has_sums:
             segments = slice(int(tiles.tile_segments[tile]), int(tiles.tile_segments[tile + 1]))
             sums = self._sum(slot, tiles.segments[segments], pieces.seeds[rows])
             # What did not come fails here as well; that it could not be read is said first.
-            failed = np.unique(pieces.table[rows][sums != batch.wanted[rows], 1]).tolist()
+            failed = np.unique(pieces.table[rows][sums != batch.wanted[rows], 1])
         error = next((result.error for result in results if result.error), 0)
-        return _Answer(slot, size_bytes, np.unique(pieces.table[unread, 1]).tolist(), error, failed)
+        unread_blocks = np.unique(pieces.table[unread, 1])
+        return _Answer(slot, size_bytes, batch.blocks[unread_blocks], error, batch.blocks[failed])
 
     def _sum(self, slot: Buffer, segments: Int64Array, seeds: Sums) -> Sums:
         """Unfinished checksums, uint32 [pieces], of the segments of a tile."""
@@ -243,6 +242,30 @@ def component_parts(about: About, layer: int) -> list[tuple[int, int]]:
     shape = about.geometry
     sizes = (component.page_bytes * shape.pages_per_block for component in shape.layers[layer])
     return list(zip(shape.component_offsets(layer), sizes, strict=True))
+
+
+def _blocks_of(table: Int64Array) -> Int64Array:
+    """The blocks of some runs, one after another."""
+    counts = table[:, BLOCKS]
+    firsts = np.cumsum(counts) - counts
+    blocks: Int64Array = np.arange(int(counts.sum())) + np.repeat(table[:, FIRST_BLOCK] - firsts, counts)
+    return blocks
+
+
+def _extents_apart(table: Int64Array, alone_min: int) -> Iterator[Int64Array]:
+    """Cut runs, in the order of the media, so that each extent of at least so many blocks is alone.
+
+    Then its lanes come one after another, and touch where it is full: few large reads.
+    """
+    cuts = np.flatnonzero((np.diff(table[:, MEDIUM]) != 0) | (np.diff(table[:, BASE]) != 0)) + 1
+    small: list[Int64Array] = []
+    for extent in np.split(table, cuts) if len(table) else ():
+        if int(extent[:, BLOCKS].sum()) >= alone_min:
+            yield extent
+        else:
+            small.append(extent)
+    if small:
+        yield np.concatenate(small)
 
 
 def _batches(runs: Int64Array, blocks_max: int) -> Iterator[Int64Array]:

@@ -52,6 +52,8 @@ class Verdicts:
 
     def give(self, blocks: Int64Array, verdict: Verdict) -> None:
         """Give a verdict on some blocks; one that has failed before keeps what was said first."""
+        if not len(blocks):
+            return
         if verdict not in self._known:
             self._known.append(verdict)
         number = self._known.index(verdict)

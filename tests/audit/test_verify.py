@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatcake.audit.checking import Checker, runs_of_rows
+from flatcake.audit.checking import Checker, _extents_apart, runs_of_rows
 from flatcake.audit.progress import WIDTH, Progress
 from flatcake.audit.sources import Sources
 from flatcake.audit.stores import group, read_store
@@ -356,6 +356,45 @@ def test_batches_and_tiles_of_any_size_see_the_same(kept: Kept) -> None:
         assert sum(done) == ALL * kept.lanes.block_bytes
         seen.append(np.flatnonzero(verdicts.failed()).tolist())
     assert len(seen[0]) == 2 and all(each == seen[0] for each in seen)
+
+
+def test_a_large_extent_is_read_in_large_reads(tmp_path: Path) -> None:
+    memory = Memory(simple_layout(layers=3, page_tokens=8, block_tokens=8, page_count=64, dim=512))
+    settings: dict[str, Any] = {"blocks": 100, "file_blocks": 25, "dram_blocks": 0, "io": {"slot_bytes": 1 * MiB}}
+    settings["io"]["window_bytes_max"] = 5 * MiB
+    home = tmp_path / "home"
+    with opened(memory, home, **settings) as store:
+        for number in range(3):
+            assert not save(store, memory, f"s{number}", make_tokens(number, 24)).reason
+        file_bytes = store.catalog.space.tables[Medium.SSD].ranges.file_bytes
+        spots = [place for number in range(3) for place in places(store, number)]
+    block_bytes = 3 * 32 * 1024
+
+    class Sizes(FaultyFiles):
+        def read(self, fd: int, into: Sequence[memoryview], offset_bytes: int) -> int:
+            with self._lock:
+                self.calls[f"{sum(map(len, into))} bytes"] += 1
+            return super().read(fd, into, offset_bytes)
+
+    files = Sizes()
+    assert run(files, home).counts == {Verdict(Outcome.GOOD): 72}
+    assert files.calls[f"{24 * block_bytes} bytes"] == 3, "all lanes of a full extent at once"
+    flip(home, spots[2], file_bytes)
+    assert run(Files(), home).counts == {Verdict(Outcome.GOOD): 71, CHECKSUM: 1}
+    with opened(memory, home, **settings) as store:
+        assert restore(store, memory, make_tokens(0, 24)).blocks == 2
+
+
+@pytest.mark.parametrize("alone_min", [1, 3, 100])
+def test_extents_apart_keeps_every_run_once(alone_min: int) -> None:
+    rng = np.random.default_rng(alone_min)
+    rows = [(1, base, 8, 5, slot, 2, 10 * base + slot) for base in range(9) for slot in range(0, rng.integers(2, 6), 2)]
+    table = np.array(rows, np.int64)
+    parts = list(_extents_apart(table, alone_min))
+    assert sorted(np.concatenate(parts).tolist()) == sorted(table.tolist())
+    for part in parts[:-1]:
+        assert len(set(part[:, 1].tolist())) == 1 and part[:, 5].sum() >= alone_min
+    assert not list(_extents_apart(table[:0], alone_min))
 
 
 # -- several ---------------------------------------------------------------------------------------------
