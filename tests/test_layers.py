@@ -36,7 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
-    ("scopes",),
+    ("scopes", "about"),
     ("space",),
     ("ledger", "prefix", "sched.state"),
     ("reserve", "reopen", "sched.mas"),
@@ -65,9 +65,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("",),
     ("demo.pages", "demo.sessions", "demo.report", "doctor.facts", "doctor.blocks"),
     ("demo.model", "doctor.machine", "doctor.gpu", "doctor.direct", "doctor.bench", "doctor.advice"),
-    ("demo.serve", "doctor.measure", "doctor.report"),
-    ("demo.control",),
-    ("doctor.command", "demo.command"),
+    ("demo.serve", "doctor.measure", "doctor.report", "audit.facts", "audit.copy", "audit.verdicts", "audit.progress"),
+    ("demo.control", "audit.home", "audit.rows", "audit.survey", "audit.report"),
+    ("audit.stores", "audit.sources", "audit.tally"),
+    ("audit.checking",),
+    ("doctor.command", "demo.command", "audit.inspect", "audit.verify"),
     ("cli",),
     ("__main__",),
 )
@@ -78,6 +80,7 @@ PURE = {
     *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
+    *("about", "audit.facts", "audit.verdicts", "audit.survey", "audit.report", "audit.tally"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
 """No GPU package, file, thread or clock: time comes in as `now_ns`."""
@@ -95,6 +98,7 @@ OUTSIDE = {
     "doctor.machine": "reads /proc and /sys, and looks at a directory, to say what the machine can do",
     "doctor.gpu": "reads /proc to say which drivers are loaded",
     "doctor.measure": "makes a directory to measure in and removes it",
+    "audit.copy": "makes a directory for a copy of a manifest and removes it",
     "demo.command": "makes a directory for its store and removes it",
     "demo.control": "flips bytes in a pool file behind the store's back",
 }

@@ -122,7 +122,7 @@ class Reading:
         self._mover.move(tile, slot, lambda results: self._on_read(tile, slot, results))
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result]) -> None:
-        bad = bad_pieces(self._parts, self._tiles, self._work.pieces, tile, results)
+        bad = bad_pieces(self._parts.lanes, self._tiles, self._work.pieces, tile, results)
         if bad:
             error = next((result.error for result in results if result.error), 0)
             block = int(self._work.pieces.table[bad, 1].min())
