@@ -17,7 +17,7 @@ from flatcake.audit.sources import Sources
 from flatcake.audit.verdicts import CHECKSUM, NO_FILE, NO_RECORD, Outcome, Verdict, Verdicts, unreadable
 from flatcake.dataplane import layout_number
 from flatcake.io.engine import Buffer, Engine, Result, Transfer
-from flatcake.io.pieces import Work, pieces_of
+from flatcake.io.pieces import Work
 from flatcake.io.plan import PlanLimits, make_tiles
 from flatcake.io.records import ExtentRef, Record, RecordBook, aligned_bytes, extents_of
 from flatcake.io.tilebatch import bad_pieces
@@ -162,11 +162,9 @@ class Checker:
         table = table.copy()
         table[:, FIRST_BLOCK] = np.cumsum(table[:, BLOCKS]) - table[:, BLOCKS]
         plan = Plan(kind=PlanKind.RESTORE, plan_id=0, runs=Runs(table), keys=stored.keys[blocks])
-        tiles = make_tiles(plan.runs, self._lanes, self._limits)
-        pieces = pieces_of(plan, tiles, self._lanes, self._layout)
-        wanted = wanted_sums(plan, pieces, records, self._payload_bytes)
-        batch = _Batch(Work(plan, tiles, pieces), blocks, wanted)
-        for tile in range(tiles.tiles):
+        work = Work(plan, make_tiles(plan.runs, self._lanes, self._limits), self._lanes, self._layout)
+        batch = _Batch(work, blocks, wanted_sums(plan, work.pieces, records, self._payload_bytes))
+        for tile in range(work.tiles.tiles):
             if not self._slots:
                 self._settle()
             self._read(batch, tile, self._slots.pop())
