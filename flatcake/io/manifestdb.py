@@ -27,19 +27,9 @@ from flatcake.manifest import (
     TurnRow,
     decode_rows,
     encode_row,
-    encode_state,
 )
-from flatcake.tenancy import (
-    ABOUT_NUMBER,
-    STATE_NUMBER,
-    TENANT_NUMBER,
-    WEAR_NUMBER,
-    Tenancy,
-    Used,
-    completed,
-    read_tenancy,
-)
-from flatcake.wear import Wear, encode_wear
+from flatcake.tenancy import Tenancy, Used, completed, read_tenancy
+from flatcake.wear import Wear
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +129,8 @@ class ManifestDB:
             self._note(used)
             self._tenancy = replace(self._tenancy, others=()) if everything else self._tenancy
             steps: list[Step] = [("DELETE FROM turns", ())] if everything else []
-            steps.append(("DELETE FROM state WHERE number >= ? AND number < ?", (TENANT_NUMBER, WEAR_NUMBER)))
-            steps += [(manifestrows.PUT_STATE, row) for row in self._tenancy.rows()]
-            steps += [(manifestrows.PUT_STATE, (ABOUT_NUMBER, self._about)), self._state(was_closed=False)]
+            steps += manifestrows.put_tenants(self._tenancy.rows())
+            steps += [manifestrows.put_about(self._about), self._state(was_closed=False)]
             if not self._transact(steps):
                 raise self._refusal("it cannot be written")
 
@@ -260,7 +249,7 @@ class ManifestDB:
 
     def _state(self, *, was_closed: bool) -> Step:
         state = replace(self._noted, generation=self._generation, was_closed=was_closed)
-        return manifestrows.PUT_STATE, (STATE_NUMBER, encode_state(state))
+        return manifestrows.put_state(state)
 
     def _transact(self, steps: Sequence[Step]) -> bool:
         """Do what was dropped, then the steps, all or nothing."""
@@ -275,7 +264,7 @@ class ManifestDB:
             ):
                 self._database.execute(statement, values)
             if self.wear is not None:
-                self._database.execute(manifestrows.PUT_STATE, (WEAR_NUMBER, encode_wear(self.wear())))
+                self._database.execute(*manifestrows.put_wear(self.wear()))
             self._database.execute("COMMIT")
         except sqlite3.Error as error:
             self.counts["manifest transactions failed"] += 1

@@ -6,7 +6,9 @@ Nothing is executed here but the look at a row that is to be trimmed.
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-from flatcake.manifest import Flags, trim_row
+from flatcake.manifest import Flags, State, encode_state, trim_row
+from flatcake.tenancy import ABOUT_NUMBER, STATE_NUMBER, TENANT_NUMBER, WEAR_NUMBER
+from flatcake.wear import Wear, encode_wear
 
 SCOPE_SHIFT = 24
 """A row's number is its scope's, then this many bits of the commit's: a scope is one stretch of the table."""
@@ -37,6 +39,27 @@ def dropping(turns: Iterable[int], scopes: Iterable[int]) -> list[Step]:
 def dropping_below(scope_limit: int) -> Step:
     """Forget all scopes below a number."""
     return "DELETE FROM turns WHERE number < ?", (min(scope_limit, SCOPE_LIMIT) << SCOPE_SHIFT,)
+
+
+def put_state(state: State) -> Step:
+    """Say what this run is."""
+    return PUT_STATE, (STATE_NUMBER, encode_state(state))
+
+
+def put_about(about: bytes) -> Step:
+    """Say what the store is."""
+    return PUT_STATE, (ABOUT_NUMBER, about)
+
+
+def put_wear(wear: Wear) -> Step:
+    """Say what the media have taken."""
+    return PUT_STATE, (WEAR_NUMBER, encode_wear(wear))
+
+
+def put_tenants(rows: Iterable[tuple[int, bytes]]) -> list[Step]:
+    """Say which other identities have rows."""
+    forget: Step = ("DELETE FROM state WHERE number >= ? AND number < ?", (TENANT_NUMBER, WEAR_NUMBER))
+    return [forget, *((PUT_STATE, row) for row in rows)]
 
 
 def trimming(database: sqlite3.Connection, bad: Mapping[int, Flags], origin: bytes) -> list[Step]:
