@@ -96,6 +96,10 @@ class World:
             options=LoopOptions(**options),
         )
 
+    def has_dropped(self) -> bool:
+        """Whether no restore owns its pages any more."""
+        return all(restore.done() for restore in [*self.store.plane._restores.values()])
+
     def stored(self, name: str, blocks: int = 4, turn: Any = ONE_SHOT) -> Pages:
         """Tokens of a sequence that is saved now."""
         tokens = make_tokens(name, blocks)
@@ -565,6 +569,7 @@ def test_a_deadline_makes_a_request_recompute_while_its_read_hangs(build: Build)
     assert (ready.request_id, ready.prefix, ready.recompute, ready.tokens) == (number, Prefix.LATE, True, 0)
     assert not ready.wait_layer(0) and (ready.result().blocks, ready.result().reason) == (0, "deadline")
     assert world.stat("late") == 1 and len(ready.pages) == 8
+    world.until(world.has_dropped)  # Until then the pages of the prefetch may change.
     before = world.memory.snapshot()
     world.release()
     world.until(lambda: not world.stat("prefetches"))
