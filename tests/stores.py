@@ -28,6 +28,7 @@ from flatcake.messages import KeyArray
 from flatcake.placement import Turn
 from flatcake.store import Store
 from flatcake.units import DIRECT_BYTES, SECOND, align_up
+from tests.opened import note
 
 WAIT_S = 30.0
 """Far beyond what anything takes; reaching it is a failure."""
@@ -215,7 +216,7 @@ def make_store(
 ) -> Store:
     """Open a store over a memory; by default both media are in memory and take faults."""
     config = config or make_config(memory)
-    return open_store(config, identity or make_identity(memory), memory.kv, clock=clock, files=files)
+    return note(open_store(config, identity or make_identity(memory), memory.kv, clock=clock, files=files))
 
 
 def memory_engine(store: Store, medium: Medium) -> MemoryEngine:
