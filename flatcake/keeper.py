@@ -21,6 +21,8 @@ from flatcake.io.pooldir import attempt
 from flatcake.io.scribe import Scribe
 from flatcake.io.seam import Files
 from flatcake.manifest import BASE_BYTES, ROOM_BLOCKS, TurnRow
+from flatcake.units import SECOND
+from flatcake.wear import UNKNOWN, Wear
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class Keeper:
         self._clock: Clock = parts.clock
         self._free_bytes_min = free_bytes_min
         self._home = parts.pool.paths[0].rpartition("/")[0]
+        self.written_before: Counter[Medium] = Counter()
+        """Bytes that each medium has taken in earlier runs, as far as is known."""
         self._scribe = Scribe(self._on_scribe_end)
         self._is_closed = False
         self.is_abandoned = False
@@ -50,11 +54,12 @@ class Keeper:
         if not is_same and len(stored):
             self._counts["reopen: rows of another pool"] += len(stored)
         space = self._catalog.space
+        self._resume(stored.wear)
         if is_same:
             dropped = self._catalog.reopen(stored, self._clock.now_ns())
             in_dram = stored.numbers[stored.media == Medium.DRAM].tolist()
             self._load_dram()
-            self.manifest.start([*dropped, *in_dram])
+            self.manifest.start([*dropped, *in_dram], self._used())
         else:
             space.generation = stored.generation
             self.manifest.start((), everything=True)
@@ -102,8 +107,7 @@ class Keeper:
             self.give_up(0)
             return False
         rows = self._dump_dram(end_ns)
-        used = [scope.scope_id for scope in sorted(self._catalog.space.scopes, key=lambda scope: scope.order)]
-        return self.manifest.close(rows, used, clean=self._sync_pool())
+        return self.manifest.close(rows, self._used(), clean=self._sync_pool())
 
     def give_up(self, wait_ns: int) -> None:
         """Keep nothing, and let go of the manifest: now, or as soon as nothing is stuck there."""
@@ -123,6 +127,31 @@ class Keeper:
         if self.is_abandoned:
             self.manifest.settle()
             self.manifest.close()
+
+    def _used(self) -> list[tuple[int, int]]:
+        """All scopes in order of use, oldest first, each with the wall clock of its last use."""
+        now_ns, wall_s = self._clock.now_ns(), self._files.wall_s()
+        scopes = sorted(self._catalog.space.scopes, key=lambda scope: scope.order)
+        return [(scope.scope_id, max(1, wall_s - (now_ns - scope.last_use_ns) // SECOND)) for scope in scopes]
+
+    # -- wear -------------------------------------------------------------------------------------------
+
+    def _resume(self, wear: Wear) -> None:
+        """Count and spend on where an earlier run has left off."""
+        self.written_before = Counter({Medium.DRAM: wear.dram_bytes, Medium.SSD: wear.ssd_bytes})
+        idle_s = self._files.wall_s() - wear.wall_s
+        self._catalog.space.budget.resume(wear.left_bytes, idle_s, self._clock.now_ns())
+        self.manifest.wear = self._wear
+
+    def _wear(self) -> Wear:
+        total = self.written_before + self._parts.written_bytes
+        left_bytes = self._catalog.space.budget.left_bytes(self._clock.now_ns())
+        return Wear(
+            dram_bytes=total[Medium.DRAM],
+            ssd_bytes=total[Medium.SSD],
+            left_bytes=UNKNOWN if left_bytes is None else left_bytes,
+            wall_s=max(0, self._files.wall_s()),
+        )
 
     # -- DRAM -------------------------------------------------------------------------------------------
 
@@ -154,7 +183,9 @@ class Keeper:
         def go_on(size_bytes: int) -> bool:
             nonlocal left_bytes
             left_bytes -= size_bytes
-            return left_bytes >= 0 and self._left_ns(end_ns) > 0
+            may = left_bytes >= 0 and self._left_ns(end_ns) > 0
+            self._parts.written_bytes[Medium.SSD] += size_bytes if may else 0
+            return may
 
         groups = [self._spans(row) for row in rows]
         path = f"{self._home}/{DUMP}"

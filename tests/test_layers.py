@@ -24,14 +24,14 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # The seam to files and devices, and values that depend on nothing.
     ("fields", "gva", "geometry", "io.seam", "kernels.walk", "kernels.launch", "sched.counters"),
     # Pure rules, and kernels over plain tensors.
-    ("config", "keys", "messages", "placement", "layout", "index"),
+    ("config", "keys", "messages", "placement", "layout", "index", "wear"),
     ("kernels.kvtable", "kernels.checksum", "sched.hrrn", "sched.ready", "sched.settings", "sched.estimate"),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
-    ("scopes",),
+    ("scopes", "tenancy"),
     ("space",),
-    ("ledger", "prefix", "sched.state"),
-    ("reserve", "reopen", "sched.mas"),
+    ("ledger", "prefix", "rowcheck", "sched.state"),
+    ("reserve", "reopen", "retention", "sched.mas"),
     ("settle",),
     # Decides / acts.
     ("catalog", "io.paged", "io.engine", "io.pieces"),
@@ -44,7 +44,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("io.tilebatch", "io.recording", "io.judging"),
     ("io.reading", "io.writing"),
     ("dataplane", "openmedia", "keeper"),
-    ("snapshot",),
+    ("snapshot", "saves"),
     # One process that has both.
     ("store",),
     ("loop.request", "assemble"),
@@ -67,12 +67,13 @@ LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {
     *("errors", "units", "fields", "gva", "geometry", "config", "keys", "messages", "placement", "layout", "index"),
     *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
+    *("retention", "wear", "tenancy", "rowcheck"),
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
 """No GPU package, file, thread or clock: time comes in as `now_ns`."""
-LOCKED = {"catalog", "index"}
+LOCKED = {"catalog", "index", "retention"}
 """Pure, but for a lock: any number of threads may call these."""
 IMPURE_PACKAGES = {
     *("torch", "triton", "threading", "time", "datetime", "asyncio", "concurrent", "multiprocessing", "queue"),

@@ -81,6 +81,8 @@ class Parts:
     pool: FilePool | None = None
     """The files of the SSD medium."""
     counts: Counter[str] = field(default_factory=Counter)
+    written_bytes: Counter[Medium] = field(default_factory=Counter)
+    """What was handed to each medium to write, records included."""
     streams: deque[Stream] = field(default_factory=deque)
     """Streams that no restore or save uses now."""
     record_turns: RecordTurns = field(default_factory=RecordTurns)

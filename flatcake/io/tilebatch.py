@@ -51,8 +51,11 @@ class TileMover:
 
     def _submit(self, medium: Medium, batch: list[Transfer], slot: Buffer, collect: Answer) -> None:
         parts, engine = self._parts, self._parts.media[medium].engine
-        parts.counts[f"{self._verb}_bytes:{engine.name}"] += sum(transfer.size_bytes for transfer in batch)
+        size_bytes = sum(transfer.size_bytes for transfer in batch)
+        parts.counts[f"{self._verb}_bytes:{engine.name}"] += size_bytes
         parts.counts[f"{self._verb}s:{engine.name}"] += len(batch)
+        if self._write:
+            parts.written_bytes[medium] += size_bytes
         move = engine.write if self._write else engine.read
         move(batch, slot, self._stream, lambda found: parts.pump.post(partial(collect, found)))
 
