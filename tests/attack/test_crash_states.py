@@ -78,10 +78,8 @@ class History:
     memory: Memory = field(default_factory=lambda: Memory(simple_layout(layers=2, page_count=64)))
     blocks: Counter[str] = field(default_factory=Counter)
     """Blocks that were ever saved of each session, or tried to be."""
-    first: dict[tuple[str, int], int] = field(default_factory=dict)
-    """From which step on so many blocks of a session may be seen."""
-    gone: dict[tuple[str, int], int] = field(default_factory=dict)
-    """From which step on they may not be seen any more."""
+    spans: dict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=dict)
+    """Between which steps so many blocks of a session may be seen."""
     kept: list[tuple[str, int, int, int]] = field(default_factory=list)
     """Session and blocks that must be found, from which step on and up to which."""
     fillers: int = 0
@@ -105,12 +103,10 @@ class History:
         before, start, commits = self.seen(), self.now, len(self.files.commits)
         self.blocks[name] = max(self.blocks[name], blocks)
         found = save(self.store, self.memory, name, make_tokens(name, blocks), TURNS[medium])
-        begun = self.files.commits[commits:]
-        for count in range(before.get(name, 0) + 1, blocks + 1):
-            first = begun[0] if begun else self.now
-            self.first.setdefault((name, count), first if not found.reason else NEVER)
-            if not found.reason:
-                self.gone.pop((name, count), None)
+        if not found.reason:
+            begun = self.files.commits[commits:]
+            for count in range(before.get(name, 0) + 1, blocks + 1):
+                self.spans.setdefault((name, count), []).append((begun[0] if begun else self.now, NEVER))
         self.forget_promises(start)
 
     def forget_promises(self, start: int) -> None:
@@ -143,10 +139,20 @@ class History:
 
     def remove(self) -> None:
         start = self.now
+        self.store.delete_session("ssd")
+        self.end_spans(start, {"ssd"})
+
+    def reset(self) -> None:
+        start = self.now
         self.store.reset()
+        self.end_spans(start, set(self.blocks))
+
+    def end_spans(self, start: int, names: set[str]) -> None:
+        """What the operation that began at `start` has forgotten may not be seen from now on."""
         self.forget_promises(start)
-        for name, count in self.first:
-            self.gone[name, count] = self.now
+        for (name, _), spans in self.spans.items():
+            if name in names:
+                spans[:] = [(since, min(until, self.now)) for since, until in spans]
 
     def reclaim(self) -> None:
         self.fillers += 1
@@ -169,7 +175,7 @@ class History:
             least = max((b for n, b, since, until in self.kept if n == name and since <= step <= until), default=0)
             most = 0
             for count in range(1, blocks + 1):
-                if step < self.first.get((name, count), NEVER) or step >= self.gone.get((name, count), NEVER):
+                if not any(since <= step < until for since, until in self.spans.get((name, count), ())):
                     break
                 most = count
             found[name] = (least, most)
@@ -182,6 +188,7 @@ OPERATIONS: dict[str, Callable[[History], None]] = {
     "put that fails": History.put_fails,
     "flush": History.flush,
     "remove": History.remove,
+    "reset": History.reset,
     "reclaim": History.reclaim,
     "reopen": History.reopen,
 }
