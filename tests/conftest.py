@@ -19,6 +19,7 @@ from tests.opened import OPENED
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)  # Tensors of tests are small: threads that wait for each other cost more than they bring.
 
 LEAK_WAIT_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
