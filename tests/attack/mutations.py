@@ -32,7 +32,12 @@ def mutation(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
 
 
 _SCATTERED = "self._parts.pump.when(event, lambda: self._on_scattered(slot), self)"
-_DATAPLANE, _CATALOG, _ATTACK = "tests/test_dataplane.py", "tests/test_catalog.py", "tests/attack"
+_DATAPLANE, _CATALOG, _ATTACK, _CASES = (
+    "tests/test_dataplane.py",
+    "tests/test_catalog.py",
+    "tests/attack",
+    "tests/cases",
+)
 
 MUTATIONS = (
     # -- no wrong bytes ---------------------------------------------------------------------------------
@@ -66,7 +71,7 @@ MUTATIONS = (
             ),
             Edit(file="catalog.py", old="hit = self.match(keys.copy())", new="hit = old or self.match(keys.copy())"),
         ),
-        tests=(),
+        tests=(f"{_CASES}/test_sharing.py::test_b15_promise_loss_fetch",),
     ),
     mutation(
         "space is free under those who read it",
@@ -74,18 +79,23 @@ MUTATIONS = (
         "        if scope.pins:\n            self.draining.append(scope)\n        else:\n            self._free(scope)",
         "        self._free(scope)\n        if scope.pins:\n            self.draining.append(scope)",
         "tests/test_space.py::test_a_withdrawn_scope_keeps_its_extents_until_the_last_pin",
+        f"{_CASES}/test_sharing.py::test_b15_promise_loss_fetch",
     ),
     mutation(
         "a plan lets its pins go",
         "catalog.py",
         "            for scope in entry.pinned:\n                self.space.pin(scope)\n            self._ledger",
         "            entry.pinned = []\n            self._ledger",
+        f"{_ATTACK}/test_hangs.py::test_a_late_write_never_reaches_the_next_tenant",
+        f"{_CASES}/test_sharing.py::test_b14_reclaim_waits_for_a_read_under_way",
     ),
     mutation(
         "pages are written after they were given back",
         "io/reading.py",
         "            if restore.dropped:\n                return self._parts.device.record(self._stream)\n",
         "",
+        f"{_DATAPLANE}::test_a_read_that_returns_late_never_reaches_the_pages",
+        f"{_CASES}/test_sharing.py::test_b17_a_read_that_is_cancelled_lands_in_its_slot_alone",
     ),
     mutation(
         "a save does not wait for its pages' producer",
@@ -120,12 +130,15 @@ MUTATIONS = (
         "io/tilebatch.py",
         "all(not r.error and r.moved_bytes == size for",
         "all(not r.error for",
+        f"{_DATAPLANE}::test_a_bad_read_delivers_the_blocks_before_it",
     ),
     mutation(
         "errors of reads and writes are not looked at",
         "io/tilebatch.py",
         "all(not r.error and r.moved_bytes == size for",
         "all(True for",
+        f"{_DATAPLANE}::test_a_bad_read_delivers_the_blocks_before_it",
+        f"{_CASES}/test_writing.py::test_b05_one_bad_member_in_a_batch",
     ),
     mutation(
         "a rank reads for a stale plan",
@@ -146,12 +159,14 @@ MUTATIONS = (
         "io/records.py",
         "if _HEADER.unpack_from(record.raw.data) != self._header(record.ref):",
         "if _HEADER.unpack_from(record.raw.data)[:3] != self._header(record.ref)[:3]:",
+        f"{_DATAPLANE}::test_a_damaged_header_of_a_record_is_a_miss",
     ),
     mutation(
         "checksums leave the generation out",
         "kernels/checksum.py",
         "generations.astype(np.uint64)):",
         "generations.astype(np.uint64) * np.uint64(0)):",
+        "tests/kernels/test_checksum.py",
     ),
     # -- publish last -----------------------------------------------------------------------------------
     mutation(
@@ -174,6 +189,7 @@ MUTATIONS = (
         "io/writing.py",
         "self._parts.pump.when(self._fetched, lambda: self._recording.start(self._sums()))",
         "self._end()",
+        f"{_DATAPLANE}::test_records_are_read_back_from_their_medium",
     ),
     mutation(
         "the last to publish wins",
@@ -195,6 +211,7 @@ MUTATIONS = (
         "io/reading.py",
         "or unstarted or not self._judging.is_idle:",
         "or unstarted:",
+        f"{_DATAPLANE}::test_a_record_that_comes_last_is_waited_for",
     ),
     mutation(
         "a restore that begins does not see a reset",
@@ -221,10 +238,11 @@ MUTATIONS = (
     mutation(
         "a turn is committed after it is visible",
         "catalog.py",
-        "        numbers = [self.space.manifest.commit_turn(row, generation) for row in rows]\n"
+        "            numbers = [self.space.manifest.commit_turn(row, generation) for row in rows]\n"
         "        with self._lock:\n"
         "            plan.committed = [number for number in numbers if number]\n"
         "            return self._end(plan)",
+        "            pass\n"
         "        with self._lock:\n"
         "            found = self._end(plan)\n"
         "        plan.committed = [self.space.manifest.commit_turn(row, generation) for row in rows]\n"
@@ -236,12 +254,14 @@ MUTATIONS = (
         "keeper.py",
         "return self._sync_pool() and self.manifest.checkpoint()",
         "return self.manifest.checkpoint()",
+        f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
     ),
     mutation(
         "a flush leaves the manifest out",
         "keeper.py",
         "return self._sync_pool() and self.manifest.checkpoint()",
         "return self._sync_pool()",
+        f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
     ),
     # -- directories ------------------------------------------------------------------------------------
     mutation(
