@@ -219,6 +219,8 @@ class Loss:
     steps: frozenset[int] = frozenset()
     torn_bytes: int | None = None
     """How much of the last write did."""
+    is_plain: bool = False
+    """Whether that is nothing, or everything that was not synced."""
 
 
 def disk(steps: Sequence[Step], loss: Loss) -> Content:
@@ -260,13 +262,13 @@ def losses(steps: Sequence[Step], *, window: int, more: random.Random | None) ->
     last_sync = max(synced.values(), default=-1)
     writes = [n for n, s in enumerate(steps) if s.kind in ("write", "size") and n > synced.get(s.file, -1)]
     named = [n for n, s in enumerate(steps) if s.kind in ("make", "rename", "remove") and n > last_sync]
-    yield Loss()
+    yield Loss(is_plain=True)
     if steps and steps[-1].kind == "write":
         yield from (Loss(torn_bytes=torn) for torn in TORN_BYTES if torn < len(steps[-1].data))
     if writes:
-        yield Loss(frozenset(writes))
+        yield Loss(frozenset(writes), is_plain=True)
     if named:
-        yield Loss(frozenset((*writes, *named)))
+        yield Loss(frozenset((*writes, *named)), is_plain=True)
     recent = writes[-window:]
     yield from (Loss(frozenset([one])) for one in recent)
     several = [

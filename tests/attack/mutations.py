@@ -263,6 +263,34 @@ MUTATIONS = (
         "return self._sync_pool()",
         f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
     ),
+    mutation(
+        "a reset returns before it is on the disk",
+        "io/manifestdb.py",
+        "            return self._transact(steps) and self._checkpoint()",
+        "            return self._transact(steps)",
+        f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
+    ),
+    mutation(
+        "a deleted session stays in the manifest",
+        "retention.py",
+        "            is_written = self._space.manifest.checkpoint()",
+        "            is_written = True",
+        f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
+    ),
+    mutation(
+        "a close leaves the data out",
+        "keeper.py",
+        "clean=self._sync_pool()",
+        "clean=True",
+        f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
+    ),
+    mutation(
+        "the dump of DRAM is not synced",
+        "io/dramdump.py",
+        "        files.sync(fd)\n",
+        "",
+        f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
+    ),
     # -- directories ------------------------------------------------------------------------------------
     mutation(
         "a directory has no lock",
