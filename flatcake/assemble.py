@@ -170,7 +170,9 @@ def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device
     if device.is_host:
         return HostCopier(geometry, kv)
     programs = PROGRAMS_PER_SM * device.multiprocessors * config.io.scatter_sm_percent // 100
-    return GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    copier = GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    copier.warm(sums=config.io.verify == "full")
+    return copier
 
 
 def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> CloseParts:

@@ -10,8 +10,7 @@ Write path:  data planes -> finish -> [manifest] -> index
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ SESSION_BYTES = 16
 _DIGEST_BYTES = 16
 _HEAD = struct.Struct("<16sqqqIIBB2xI16s")
 """Digest, sequence, scope, shared blocks, parts, blocks, medium, whether it has a session, wall clock, session."""
+_MEDIUM_AT = 48
 _STATE = struct.Struct("<16s16sqqBBH4x")
 """Digest, origin, generation, scopes in order of use, whether the store was closed, what follows, layers."""
 _HAS_TIMES, _HAS_LAYERS = 1, 2
@@ -75,6 +75,8 @@ class Stored:
     """int64 [rows]: 0 for rows of this identity, n for those of the n-th other one."""
     piece_bytes: tuple[tuple[int, ...], ...] = ()
     """Of each other identity: bytes of a piece of each layer."""
+    carried: tuple[tuple[int, bytes], ...] = ()
+    """Rows of other identities in DRAM as they are: a row there counts for one restart, so it must be written again."""
     sequence: int = 0
     """Largest number of a commit."""
     generation: int = 0
@@ -104,47 +106,6 @@ class State:
     """Commits up to this one are in `used`."""
     piece_bytes: tuple[int, ...] = ()
     """Bytes of a piece of each layer; empty where it is not known."""
-
-
-class Manifest(Protocol):
-    """Remembers committed turns.  Any number of threads may call; a fault is counted, never raised."""
-
-    def commit_turn(self, row: TurnRow, generation: int) -> int:
-        """Remember a turn, and that generations up to `generation` are used; returns its number, 0 if it failed.
-
-        Scopes and turns that were dropped before are forgotten in the same transaction.
-        """
-
-    def drop_turns(self, numbers: Iterable[int]) -> None:
-        """Forget turns with the next transaction.  Never waits."""
-
-    def drop_scope(self, scope_id: int) -> None:
-        """Forget a scope with the next transaction.  Never waits."""
-
-    def reset(self, scope_limit: int) -> bool:
-        """Forget all scopes below a number now, for good, those that are being committed too; whether it is on disk."""
-
-    def checkpoint(self) -> bool:
-        """See all commits, and all that was dropped, to the disk; whether they are there."""
-
-
-class NoManifest:
-    """Remembers nothing: the store starts empty."""
-
-    def commit_turn(self, row: TurnRow, generation: int) -> int:
-        return 0
-
-    def drop_turns(self, numbers: Iterable[int]) -> None:
-        return None
-
-    def drop_scope(self, scope_id: int) -> None:
-        return None
-
-    def reset(self, scope_limit: int) -> bool:
-        return True
-
-    def checkpoint(self) -> bool:
-        return True
 
 
 def session_digest(session: str) -> bytes:
@@ -185,7 +146,7 @@ def decode_rows(
     Cost: about 4 µs a row.
     """
     numbers: list[int] = []
-    heads, parts, keys, tenants, bad = [], [], [], [], []
+    heads, parts, keys, tenants, carried, bad = [], [], [], [], [], []
     unpack, head_bytes, part_bytes = struct.Struct("<II").unpack_from, _HEAD.size, 8 * PART_COLUMNS
     for number, body in found:
         if not isinstance(body, bytes) or len(body) < head_bytes:
@@ -197,12 +158,14 @@ def decode_rows(
         if tenant < 0:
             bad.append(number)
             continue
+        if tenant and body[_MEDIUM_AT] == Medium.DRAM:
+            carried.append((number, body))
         numbers.append(number)
         tenants.append(tenant)
         heads.append(body[_DIGEST_BYTES:head_bytes])
         parts.append(body[head_bytes:middle])
         keys.append(body[middle:])
-    return _columns(numbers, tenants, heads, parts, keys), bad
+    return replace(_columns(numbers, tenants, heads, parts, keys), carried=tuple(carried)), bad
 
 
 def encode_state(state: State) -> bytes:

@@ -44,7 +44,7 @@ def around_of(config: StoreConfig, device: Device, files: Files, pump: Pump, siz
     return Around(
         files=files,
         device=device,
-        when=lambda event, then: pump.post(lambda: pump.when(event, then)),
+        when=pump.watch,
         file_count=pool_sizes(config)[0] // config.capacity.pool_file_bytes,
         file_bytes=config.capacity.pool_file_bytes,
         pool=None,

@@ -2,7 +2,7 @@
 
 Pure.  Rows are whole turns and prove themselves, but they need not fit together or into today's pool: what
 lies outside a file, overlaps something newer, or does not fit the index is left out and counted.  Rows of other
-identities only hold their places on SSD.  Nothing here looks at a byte of KV: what is gone behind a row is a
+identities only hold their places.  Nothing here looks at a byte of KV: what is gone behind a row is a
 miss, by its checksum.
 Write path:  manifest -> [reopen] -> index
 """
@@ -113,9 +113,8 @@ def _fill(space: Space, rows: Rows, now_ns: int) -> None:
     def turn(scope_id: int) -> tuple[int, ...]:
         """Others before ours.  What was committed after the order was noted is younger than all that is in it."""
         row = owner[scope_id]
-        if not is_own[row]:
-            return 0, -idle_s.get(scope_id, 0), row
-        return 1, place.get(scope_id, len(place)), row
+        among = place.get(scope_id, len(place)), row
+        return (1, *among) if is_own[row] else (0, -idle_s.get(scope_id, 0), *among)
 
     for scope_id in sorted(owner, key=turn):
         row = owner[scope_id]

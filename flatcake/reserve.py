@@ -69,8 +69,9 @@ def reserve_turn(
     if isinstance(taken, str):
         space.give_back(slots)
         return taken
-    for part in taken:
-        part.scope.roots |= {scope.scope_id for scope in request.known.scopes if scope is not part.scope}
+    roots = {scope.scope_id for scope in request.known.scopes}
+    for scope in {part.scope for part in taken}:
+        scope.roots |= roots - {scope.scope_id}
     spilled = medium is Medium.DRAM and any(part.extent.medium is Medium.SSD for part in taken)
     return Reservation(slots + taken, np.concatenate([lead, rest]), spilled)
 

@@ -35,9 +35,9 @@ class Rows:
         self.lanes = [space.tables[Medium.SSD].lanes, *map(_lanes_of, stored.piece_bytes)]
 
     def unkeepable(self) -> Flags:
-        """Rows of other identities in DRAM, or of no known geometry."""
+        """Rows of other identities of no known geometry."""
         unknown = [tenant for tenant, lanes in enumerate(self.lanes) if lanes is None]
-        return np.asarray(~self.is_own & ((self.stored.media == Medium.DRAM) | np.isin(self.stored.tenants, unknown)))
+        return np.asarray(np.isin(self.stored.tenants, unknown))
 
     def outside(self) -> Flags:
         """Rows with a part outside of its medium, across a file's end, or of a shape that cannot be."""

@@ -43,7 +43,7 @@ class Scope:
     """Its bytes are gone with a rank."""
     kept_until_ns: int = NEVER_NS
     """A caller's soft pin: until then it is reclaimed after all others."""
-    roots: set[int] = field(default_factory=set)
+    roots: frozenset[int] = frozenset()
     """Scopes that hold what its blocks follow on; they may be gone."""
     is_foreign: bool = False
     """Of another identity: `session` is a digest or None, and no keys are known."""

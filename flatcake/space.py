@@ -14,8 +14,8 @@ from flatcake.extents import Extent, ExtentTable
 from flatcake.gva import Medium, decode_array, encode_array
 from flatcake.index import Index
 from flatcake.layout import Growth
-from flatcake.manifest import Manifest, NoManifest
 from flatcake.scopes import Scope, ScopeTable
+from flatcake.turnlog import Manifest, NoManifest
 from flatcake.wear import WriteBudget
 
 GvaArray = npt.NDArray[np.uint64]

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flatcake.manifest import State, Stored, decode_state
+from flatcake.manifest import State, Stored, decode_state, encode_state
 from flatcake.wear import Wear, decode_wear
 
 TENANTS_MAX = 8
 """Other identities whose rows are kept; beyond them, those of the one that is gone longest are dropped."""
-STATE_NUMBER, WEAR_NUMBER = 0, 64
-"""Rows of the table of states; those of other identities are in between."""
+STATE_NUMBER, TENANT_NUMBER, WEAR_NUMBER = 0, 16, 64
+"""Rows of the table of states: of the last run, the first of another identity, and the bytes written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,11 @@ class Tenancy:
         """Of the other identities."""
         return [state.origin for state in self.others]
 
+    def rows(self) -> list[tuple[int, bytes]]:
+        """Rows of the table of states that tell of the other identities."""
+        bodies = (encode_state(replace(state, used=(), used_s=(), noted=0)) for state in self.others)
+        return list(enumerate(bodies, TENANT_NUMBER))
+
     def with_rows_only(self, stored: Stored) -> "Tenancy":
         """Without the identities of which no row is left."""
         alive = set(stored.tenants.tolist())
@@ -56,7 +61,7 @@ def read_tenancy(found: Iterable[tuple[int, object]], origin: bytes) -> Tenancy:
     """
     bodies = dict(found)
     last = decode_state(bodies.get(STATE_NUMBER))
-    states = [decode_state(bodies[number]) for number in sorted(bodies) if STATE_NUMBER < number < WEAR_NUMBER]
+    states = [decode_state(bodies[number]) for number in sorted(bodies) if TENANT_NUMBER <= number < WEAR_NUMBER]
     by_origin: dict[bytes, State] = {}
     for state in (*states, last):
         if state is not None:
@@ -65,6 +70,17 @@ def read_tenancy(found: Iterable[tuple[int, object]], origin: bytes) -> Tenancy:
     own = by_origin.pop(origin, None)
     wear = decode_wear(bodies.get(WEAR_NUMBER)) or Wear()
     return Tenancy(last=last, own=own, others=tuple(by_origin.values())[-TENANTS_MAX:], wear=wear)
+
+
+def completed(stored: Stored, tenancy: Tenancy, wall_s: int) -> Stored:
+    """Rows, and what is known beside them at a time of the wall clock, in seconds since 1970."""
+    return replace(
+        stored,
+        used=order_of_use(stored, tenancy.last),
+        idle_s=idle_seconds(stored, tenancy.last, wall_s),
+        piece_bytes=tuple(state.piece_bytes for state in tenancy.others),
+        wear=tenancy.wear,
+    )
 
 
 def idle_seconds(stored: Stored, last: State | None, wall_s: int) -> Mapping[int, int]:

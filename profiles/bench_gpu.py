@@ -15,7 +15,9 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,15 +133,58 @@ def pinned_copy() -> Callable[[], object]:
     return lambda: device.copy_(host, non_blocking=True)
 
 
-def restore_once(store: flatcake.Store, match: flatcake.Match, pages: int, first_layer: list[float]) -> float:
-    """Seconds of one restore into other pages each time; notes when its first layer was queued."""
-    table = np.random.default_rng(len(first_layer)).permutation(pages)
+def pump_cpu_s() -> float:
+    """Processor time of the store's thread until now: all of the Python and driver calls that tiles cost."""
+    [pump] = [thread for thread in threading.enumerate() if thread.name == "flatcake-pump"]
+    assert pump.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(pump.ident))
+
+
+def restore_once(store: flatcake.Store, match: flatcake.Match, pages: int, took: dict[str, list[float]]) -> None:
+    """One restore into other pages each time; notes its seconds, those of its first layer, and the pump's a tile."""
+    table = np.random.default_rng(len(took["restore"])).permutation(pages)
     found: list[flatcake.RestoreResult] = []
+    before_s = pump_cpu_s()
     with store.lease(match) as lease:
-        took_s = seconds(lambda: found.append(store.restore(lease, table).result()))
+        took["restore"].append(seconds(lambda: found.append(store.restore(lease, table).result())))
     assert found[0].tokens == match.tokens, found
-    first_layer.append((found[0].first_layer_ns or 0) / 1e9)
-    return took_s
+    took["first_layer"].append((found[0].first_layer_ns or 0) / 1e9)
+    took["pump_tile"].append((pump_cpu_s() - before_s) / found[0].tiles)
+
+
+def spin_case(root: str, rounds: int) -> dict[str, float]:
+    """What a thread that only counts loses while 32 K tokens are restored, and what the restore loses to it."""
+    tokens, counted, stop = 32_768, [0], threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+
+    with opened(root, GQA, tokens) as (store, _):
+        pages = torch.randperm(tokens // GQA.page_tokens).numpy()
+        assert store.save("s", sequence(tokens), pages).published()
+        match = store.match(sequence(tokens))
+        took: dict[str, list[float]] = defaultdict(list)
+        for _ in range(rounds):
+            restore_once(store, match, len(pages), took)
+        alone_s = statistics.median(took["restore"][1:])
+        thread = threading.Thread(target=spin)
+        thread.start()
+        losses, spun = [], defaultdict[str, list[float]](list)
+        for _ in range(rounds):
+            before, started = counted[0], time.perf_counter()
+            time.sleep(0.2)
+            free_rate = (counted[0] - before) / (time.perf_counter() - started)
+            before, started = counted[0], time.perf_counter()
+            restore_once(store, match, len(pages), spun)
+            losses.append(1 - (counted[0] - before) / (time.perf_counter() - started) / free_rate)
+        stop.set()
+        thread.join()
+    return {
+        "spinner_loses": statistics.median(losses),
+        "restore_alone_ms": alone_s * 1e3,
+        "restore_beside_spinner_ms": statistics.median(spun["restore"]) * 1e3,
+    }
 
 
 def concurrent_case(root: str, count: int, rounds: int) -> dict[str, float]:
@@ -190,9 +235,9 @@ def restore_case(
         assert match.tokens == tokens, match.tokens
         large = None if dram else LargeRead(root, match.size_bytes)
         copy = pinned_copy()
-        took: dict[str, list[float]] = {"restore": [], "first_layer": [], "large": [], "copy": []}
+        took: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds + 2):
-            took["restore"].append(restore_once(store, match, len(pages), took["first_layer"]))
+            restore_once(store, match, len(pages), took)
             took["copy"].append(seconds(copy))
             if large is not None:
                 took["large"].append(seconds(large))
@@ -201,6 +246,7 @@ def restore_case(
             "copy_gb_s": GiB / statistics.median(took["copy"][2:]) / 1e9,
             "first_layer_ms": statistics.median(took["first_layer"][2:]) * 1e3,
             "save_gb_s": match.size_bytes / saved[0] / 1e9,
+            "pump_us_a_tile": statistics.median(took["pump_tile"][2:]) * 1e6,
             "window_mib": store.stats().window_bytes / MiB,
         }
         figures["to_copy"] = figures["restore_gb_s"] / figures["copy_gb_s"]
@@ -228,6 +274,7 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "gqa 32k disk": lambda: restore_case(args.disk, GQA, 32_768, 3),
         "4 at once": lambda: concurrent_case(fast, 4, rounds),
         "16 at once": lambda: concurrent_case(fast, 16, rounds),
+        "spinning thread": lambda: spin_case(fast, rounds),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatcake.io.device import CpuDevice, Event, Stream
+from flatcake.io.device import CpuDevice, Event, Point, Stream
 from flatcake.io.engine import Buffer
 from flatcake.io.seam import Files, HostMemory, view_memory
 
@@ -205,10 +205,19 @@ class FakeCuda(CpuDevice):
         self.pinned.remove(memory.address)
 
 
-def when(event: Event, then: Callable[[], None]) -> None:
-    """What a pump does for device events, without a thread: it is the stream that calls back."""
-    assert isinstance(event, FakeEvent), "events of a CPU are reached at once"
-    event.then(then)
+def when(event: Point, then: Callable[[], None]) -> None:
+    """What a pump does, without one: a stream calls back itself, and for a future a thread waits."""
+    if isinstance(event, FakeEvent):
+        event.then(then)
+        return
+
+    def watch() -> None:
+        pause = threading.Event()
+        while not event.done():
+            pause.wait(0.001)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def host_buffer(size_bytes: int) -> Buffer:
@@ -283,9 +292,9 @@ class FakeCuFile:
         kvikio = self._kvikio
         if kvikio.start_error is not None:
             raise kvikio.start_error
-        array = buffer if isinstance(buffer, np.ndarray) else buffer.numpy()
-        assert array.dtype == np.uint8 and array.nbytes == size
-        address = int(array.ctypes.data)
+        shown = buffer.__array_interface__ if isinstance(buffer, np.ndarray) else buffer.__cuda_array_interface__
+        assert shown["typestr"] == "|u1" and shown["shape"] == (size,) and shown["version"] == 3
+        address = int(shown["data"][0])
         outcome = kvikio.outcomes.pop(0) if kvikio.outcomes else None
         gate = kvikio.gate
 
@@ -311,10 +320,26 @@ class FakeCuFile:
 
 class FakeFuture:
     def __init__(self, move: Callable[[], int]) -> None:
-        self._move = move
         self.gets = 0
+        self._outcome: int | Exception = 0
+        self._thread = threading.Thread(target=self._run, args=(move,), daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        assert not self.gets, "kvikio's futures may be asked once"
+        return not self._thread.is_alive()
 
     def get(self) -> int:
         self.gets += 1
         assert self.gets == 1, "kvikio's futures may be asked once"
-        return self._move()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def _run(self, move: Callable[[], int]) -> None:
+        try:
+            self._outcome = move()
+        except Exception as error:
+            self._outcome = error

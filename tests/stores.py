@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatcake.assemble import open_store
 from flatcake.clock import Clock
-from flatcake.config import CapacityConfig, IOConfig, LayoutConfig, StoreConfig, TimeoutConfig
+from flatcake.config import CapacityConfig, IOConfig, LayoutConfig, RetentionConfig, StoreConfig, TimeoutConfig
 from flatcake.gva import Medium
 from flatcake.io.memory import MemoryEngine
 from flatcake.io.paged import PagedKV
@@ -177,6 +177,7 @@ def make_config(
     io: dict[str, Any] | None = None,
     timeouts: dict[str, Any] | None = None,
     layout: dict[str, Any] | None = None,
+    retention: dict[str, Any] | None = None,
     rank: int = 0,
 ) -> StoreConfig:
     """A store with room for so many blocks on each medium; without directories its SSD is the memory engine."""
@@ -198,6 +199,7 @@ def make_config(
         io=IOConfig(**settings),  # type: ignore[arg-type]
         timeouts=TimeoutConfig(**timeouts or {}),
         layout=LayoutConfig(**layout or {}),
+        retention=RetentionConfig(**retention or {}),
     )
 
 

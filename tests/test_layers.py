@@ -28,7 +28,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("kernels.kvtable", "kernels.checksum", "sched.hrrn", "sched.ready", "sched.settings", "sched.estimate"),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
-    ("scopes", "tenancy"),
+    ("scopes", "tenancy", "turnlog"),
     ("space",),
     ("ledger", "prefix", "rowcheck", "sched.state"),
     ("reserve", "reopen", "retention", "sched.mas"),
@@ -67,7 +67,7 @@ LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {
     *("errors", "units", "fields", "gva", "geometry", "config", "keys", "messages", "placement", "layout", "index"),
     *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
-    *("retention", "wear", "tenancy", "rowcheck"),
+    *("retention", "wear", "tenancy", "turnlog", "rowcheck"),
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
     *(name for name in LAYERS if name.startswith("sched.")),

@@ -11,15 +11,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from flatcake.errors import CapacityError
-from flatcake.io.device import PIN_CHUNK_BYTES, Device, Event, Stream
+from flatcake.io.device import PIN_CHUNK_BYTES, Device, Event, Stream, When
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import ByteArray, Files
 from flatcake.units import format_bytes
 
 log = logging.getLogger(__name__)
-
-When = Callable[[Event, Callable[[], None]], None]
-"""Calls back from any thread once the event has been reached."""
 
 
 class Arena:

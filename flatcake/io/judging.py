@@ -15,9 +15,9 @@ from flatcake.io.pieces import Work
 from flatcake.io.records import ExtentRef, Record, extents_of
 from flatcake.io.restore import Restore
 from flatcake.io.tilecopy import TileCopy
-from flatcake.io.verdict import expected_sums, failed_blocks
+from flatcake.io.verdict import wanted_sums
 from flatcake.kernels.checksum import Sums
-from flatcake.messages import BASE, MEDIUM, block_column
+from flatcake.messages import BASE, MEDIUM, Int64Array, block_column
 
 
 class Judging:
@@ -29,12 +29,15 @@ class Judging:
         """Called whenever the last open verdict is in."""
         self._waits_for_records = 0
         self._records: dict[ExtentRef, Record] = {}
-        self._expected: Sums | None = None
+        self._wanted: Sums | None = None
         self._unfetched: list[int] = []
         self._groups = 0
         self._unjudged: list[list[int]] = []
         self._bad_rows: dict[int, list[int]] = {}
         self._unverified = layer_tiles(work, parts.lanes.layer_count)
+        self._bounds: list[int] = work.pieces.tile_pieces.tolist()
+        self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
+        self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
         self._stream: Stream = None
         self._copy: TileCopy
 
@@ -81,34 +84,34 @@ class Judging:
     def _judge_waiting(self) -> None:
         if self._waits_for_records or not self._parts.verify:
             return
-        if self._expected is None:
-            layers = self._parts.lanes.layer_count
-            self._expected = expected_sums(self._work.plan, self._work.pieces, self._records, layers)
+        if self._wanted is None:
+            plan, pieces = self._work.plan, self._work.pieces
+            self._wanted = wanted_sums(plan, pieces, self._records, self._parts.payload_bytes)
         groups, self._unjudged = self._unjudged, []
         for group in groups:
             self._groups -= 1
             if not self._restore.dropped:
-                self._judge(group, self._expected)
+                self._judge(group, self._wanted)
         if self.is_idle:
             self._idle()
 
-    def _judge(self, group: list[int], expected: Sums) -> None:
-        pieces, tiles = self._work.pieces, self._work.tiles
-        bounds = pieces.tile_pieces
-        rows = np.concatenate([np.arange(bounds[tile], bounds[tile + 1]) for tile in group])
-        bad = [row for tile in group for row in self._bad_rows.pop(tile, ())]
-        rows = np.setdiff1d(rows, bad) if bad else rows
-        sums = self._copy.sums[rows]
-        payload_bytes = self._parts.payload_bytes
-        failed = failed_blocks(sums, expected[rows], pieces.seeds[rows], pieces.table[rows], payload_bytes)
-        if len(failed):
-            self._parts.counts["blocks_failed_checksum"] += len(failed)
-            self._restore.note_bad(int(failed[0]), "checksum")
+    def _judge(self, group: list[int], wanted: Sums) -> None:
+        found, first_layer, last_layer = self._copy.sums, self._first_layer, self._last_layer
         for tile in group:
-            for layer in range(int(tiles.tile_first_layer[tile]), int(tiles.tile_last_layer[tile]) + 1):
+            start, end = self._bounds[tile], self._bounds[tile + 1]
+            differs = found[start:end] != wanted[start:end]
+            for row in self._bad_rows.pop(tile, ()):
+                differs[row - start] = False
+            if differs.any():
+                self._fail_blocks(np.unique(self._work.pieces.table[start:end][differs, 1]))
+            for layer in range(first_layer[tile], last_layer[tile] + 1):
                 self._unverified[layer] -= 1
                 if not self._unverified[layer]:
                     self._restore.note_verified(layer)
+
+    def _fail_blocks(self, blocks: Int64Array) -> None:
+        self._parts.counts["blocks_failed_checksum"] += len(blocks)
+        self._restore.note_bad(int(blocks[0]), "checksum")
 
     def _want_record(self, ref: ExtentRef) -> None:
         record = self._parts.book.find(ref)

@@ -7,18 +7,17 @@ Read path:  index -> catalog -> plan -> [kvikio] -> window -> kernels.scatter
 
 import errno
 import logging
-import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from flatcake.io.device import Device, Stream
+from flatcake.io.device import Stream, When
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.units import MiB
 
 log = logging.getLogger(__name__)
 
-_REAPERS = 4
 _BOUNCE_BYTES_MIN = 16 * MiB
 
 
@@ -28,14 +27,14 @@ class KvikioEngine:
     name = "kvikio-compat"
 
     def __init__(
-        self, kvikio: Any, paths: Sequence[str], device: Device, *, threads: int, task_bytes: int, direct: bool
+        self, kvikio: Any, paths: Sequence[str], when: When, *, threads: int, task_bytes: int, direct: bool
     ) -> None:
-        """Set kvikio's process-wide defaults, open the files, and start the threads that wait for futures.
+        """Set kvikio's process-wide defaults, and open the files.
 
         Args:
             kvikio: The module, see `device.load_kvikio`.
             paths: One file for each file number of a transfer; opened again by kvikio.
-            device: Whose memory the buffers are.
+            when: How to hear that futures are done; kvikio calls nobody back.
             threads: Threads of kvikio's pool.
             task_bytes: Largest part of a transfer that one of them takes.
             direct: Whether to go around the page cache.
@@ -43,7 +42,7 @@ class KvikioEngine:
         Raises:
             RuntimeError, OSError, ValueError, KeyError: As kvikio does; the caller turns them into a reason.
         """
-        self._device = device
+        self._when = when
         self._files: list[Any] = []
         self._count = len(paths)
         _set_defaults(
@@ -60,13 +59,6 @@ class KvikioEngine:
         self._changed = threading.Condition()
         self._in_flight = 0
         self._closed = False
-        self._pending: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._reap, name=f"flatcake-kvikio-{number}", daemon=True)
-            for number in range(_REAPERS)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
         """Start reading; see `Engine.read`.  Transfers below kvikio's 16 KiB threshold are done before it returns."""
@@ -77,7 +69,7 @@ class KvikioEngine:
         self._submit("pwrite", batch, buffer, done)
 
     def close(self, wait_ns: int) -> bool:
-        """Finish what was submitted, end the threads, close the files.
+        """Finish what was submitted, close the files.
 
         Returns:
             Whether nothing is in flight; otherwise the files stay open; call again later.
@@ -86,12 +78,6 @@ class KvikioEngine:
             self._closed = True
             self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
             is_idle = self._in_flight == 0
-            threads, self._threads = (self._threads, []) if is_idle else ([], self._threads)
-        for _ in threads:
-            self._pending.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
         if is_idle:
             self._close_files()
         return is_idle
@@ -114,13 +100,16 @@ class KvikioEngine:
             refuse(batch, errno.ECANCELED, done)
             return
         parts = [self._start(verb, transfer, buffer) for transfer in batch]
-        self._pending.put(_Pending(parts, done))
+        self._when(_Futures(parts), lambda: self._end(parts, done))
 
     def _start(self, verb: str, transfer: Transfer, buffer: Buffer) -> "_Part":
         file, offset_bytes, size_bytes, buffer_offset = transfer
-        # kvikio takes GPU tensors by their array interface, but refuses torch's host tensors.
-        memory = buffer.tensor if buffer.host is None else buffer.host
-        view = memory[buffer_offset : buffer_offset + size_bytes]
+        # kvikio takes GPU memory by its array interface, but refuses torch's host tensors.
+        view: Any
+        if buffer.host is None:
+            view = _DeviceBytes(buffer, buffer_offset, size_bytes)
+        else:
+            view = buffer.host[buffer_offset : buffer_offset + size_bytes]
         if size_bytes == 0:
             return _Part(view, None, 0)
         try:
@@ -130,15 +119,13 @@ class KvikioEngine:
             future = None
         return _Part(view, future, size_bytes)
 
-    def _reap(self) -> None:
-        self._device.enter_thread()
-        while (pending := self._pending.get()) is not None:
-            results = [_result(part) for part in pending.parts]
-            done, pending = pending.done, None  # Lets go of the buffer before the caller has it back.
-            answer(done, results)
-            with self._changed:
-                self._in_flight -= 1
-                self._changed.notify_all()
+    def _end(self, parts: "list[_Part]", done: Done) -> None:
+        results = [_result(part) for part in parts]
+        parts.clear()  # Lets go of the buffer before the caller has it back.
+        answer(done, results)
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
 
     def _close_files(self) -> None:
         files, self._files = self._files, []
@@ -149,7 +136,23 @@ class KvikioEngine:
                 log.warning("kvikio could not close a file: %s", error)
 
 
-class _Part(NamedTuple):
+class _DeviceBytes:
+    """A range of a buffer as kvikio wants it: torch's own array interface takes longer to make than a read to start."""
+
+    __slots__ = ("__cuda_array_interface__", "_buffer")
+
+    def __init__(self, buffer: Buffer, start: int, size_bytes: int) -> None:
+        self._buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (buffer.address + start, False),
+            "version": 3,
+        }
+
+
+@dataclass(slots=True)
+class _Part:
     """One transfer under way; `view` keeps its memory alive, as kvikio's future does not."""
 
     view: Any
@@ -157,11 +160,24 @@ class _Part(NamedTuple):
     size_bytes: int
 
 
-class _Pending(NamedTuple):
-    """One submission under way."""
+class _Futures:
+    """Reached when all futures of a batch are done."""
 
-    parts: list[_Part]
-    done: Done
+    def __init__(self, parts: list[_Part]) -> None:
+        self._waiting = [part.future for part in parts if part.future is not None]
+
+    def done(self) -> bool:
+        while self._waiting and _is_done(self._waiting[-1]):
+            self._waiting.pop()
+        return not self._waiting
+
+
+def _is_done(future: Any) -> bool:
+    try:
+        return bool(future.done())
+    except Exception as error:  # `get` will say it again, and that counts.
+        log.debug("a future of kvikio cannot be asked: %s", error)
+        return True
 
 
 def _result(part: _Part) -> Result:

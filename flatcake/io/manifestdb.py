@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from flatcake.errors import OwnershipError
 from flatcake.io.manifestfile import open_manifest
-from flatcake.io.salvage import is_sound
+from flatcake.io.pooldir import attempt
+from flatcake.io.salvage import Row, is_sound
 from flatcake.io.seam import Files
 from flatcake.manifest import (
     GENERATION_LIMIT,
@@ -25,7 +26,7 @@ from flatcake.manifest import (
     encode_row,
     encode_state,
 )
-from flatcake.tenancy import STATE_NUMBER, WEAR_NUMBER, Tenancy, idle_seconds, order_of_use, read_tenancy
+from flatcake.tenancy import STATE_NUMBER, TENANT_NUMBER, WEAR_NUMBER, Tenancy, completed, read_tenancy
 from flatcake.wear import Wear, encode_wear
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class ManifestDB:
         self._generation = 0
         self._noted = State(origin=origin, piece_bytes=tuple(piece_bytes))
         self._tenancy = Tenancy(last=None, own=None)
+        self._wall_s = 0
         self.wear: Callable[[], Wear] = Wear
         """Asked at each transaction what the media have taken."""
         self._database: sqlite3.Connection | None
@@ -91,7 +93,7 @@ class ManifestDB:
                 be noticed; if not, rows count only after a clean close, or not at all.
         """
         assert self._database is not None
-        wall_s = self._files.wall_s()
+        wall_s = self._wall_s = self._files.wall_s()
         with self._lock:
             try:
                 tenancy = read_tenancy(self._database.execute("SELECT number, body FROM state"), self._origin)
@@ -108,14 +110,7 @@ class ManifestDB:
                 stored, _ = decode_rows([], self._origin)
             if foreign := int((stored.tenants > 0).sum()):
                 self.counts["reopen: rows of another identity or pool"] += foreign
-            last = tenancy.last
-            stored = replace(
-                stored,
-                used=order_of_use(stored, last),
-                idle_s=idle_seconds(stored, last, wall_s),
-                piece_bytes=tuple(state.piece_bytes for state in tenancy.others),
-                wear=tenancy.wear,
-            )
+            last, stored = tenancy.last, completed(stored, tenancy, wall_s)
             self._tenancy, self._sequence = tenancy.with_rows_only(stored), stored.sequence
             known = last.generation if last is not None else stored.generation + GENERATION_STEP
             # The clock as well: a manifest that was restored from a copy, or lost, knows too little.
@@ -137,14 +132,17 @@ class ManifestDB:
         with self._lock:
             self._generation += GENERATION_STEP
             self._note(used)
-            others = () if everything else self._tenancy.others
+            self._tenancy = replace(self._tenancy, others=()) if everything else self._tenancy
             steps: list[Step] = [("DELETE FROM turns", ())] if everything else []
-            steps.append(("DELETE FROM state WHERE number > ? AND number < ?", (STATE_NUMBER, WEAR_NUMBER)))
-            for number, state in enumerate(others, STATE_NUMBER + 1):
-                body = encode_state(replace(state, used=(), used_s=(), noted=0))
-                steps.append(("INSERT INTO state VALUES (?, ?)", (number, body)))
+            steps.append(("DELETE FROM state WHERE number >= ? AND number < ?", (TENANT_NUMBER, WEAR_NUMBER)))
+            steps += [(_PUT_STATE, row) for row in self._tenancy.rows()]
             if not self._transact([*steps, self._state(was_closed=False)]):
                 raise self._refusal("it cannot be written")
+
+    def wall_s(self) -> int:
+        """Seconds since 1970; those of the last time that the system said so, if it does not."""
+        self._wall_s = attempt(self._files.wall_s) or self._wall_s
+        return self._wall_s
 
     # -- Manifest ---------------------------------------------------------------------------------------
 
@@ -189,16 +187,19 @@ class ManifestDB:
         with self._lock:
             return self._database is not None and self._transact([]) and self._checkpoint()
 
-    def close(self, rows: Sequence[TurnRow] = (), used: Used = (), *, clean: bool = False) -> bool:
+    def close(
+        self, rows: Sequence[TurnRow] = (), used: Used = (), carried: Iterable[Row] = (), *, clean: bool = False
+    ) -> bool:
         """Commit last rows and that the store was closed, if it was, and close the file.  Twice is safe.
 
-        `used` is as for `start`.
+        `used` is as for `start`; `carried` are rows of other identities as they were.
         """
         with self._lock:
             if self._database is None:
                 return False
             if clean:
                 steps = [self._insertion(row)[1] for row in rows]
+                steps += [("INSERT OR REPLACE INTO turns VALUES (?, ?)", each) for each in carried]
                 self._note(used)
                 clean = self._transact([*steps, self._state(was_closed=True)]) and self._checkpoint()
             database, self._database = self._database, None
@@ -229,7 +230,7 @@ class ManifestDB:
         """A row's number, and the statement that puts it there."""
         self._sequence += 1
         number = row.scope_id << SCOPE_SHIFT | self._sequence & _KEEP_BITS
-        body = encode_row(row, self._sequence, self._origin, self._files.wall_s())
+        body = encode_row(row, self._sequence, self._origin, self.wall_s())
         return number, ("INSERT INTO turns VALUES (?, ?)", (number, body))
 
     def _note(self, used: Used) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 
 from flatcake.config import IOConfig
 from flatcake.errors import DeviceError
-from flatcake.io.arena import When
-from flatcake.io.device import Device, load_kvikio
+from flatcake.io.device import Device, When, load_kvikio
 from flatcake.io.engine import Buffer, Engine, Result, Transfer
 from flatcake.io.filepool import FilePool
 from flatcake.io.kvikio import KvikioEngine
@@ -41,7 +40,7 @@ class Around:
     files: Files
     device: Device
     when: When
-    """How to hear that an event has been reached; called from any thread."""
+    """How to hear that events and futures have been reached; called from any thread."""
     file_count: int
     file_bytes: int
     pool: FilePool | None
@@ -113,7 +112,7 @@ def _try_kvikio(settings: IOConfig, around: Around, pool: FilePool) -> KvikioEng
         engine = KvikioEngine(
             around.load_kvikio(),
             pool.paths,
-            around.device,
+            around.when,
             threads=settings.kvikio_threads or kvikio_threads(around.files.processors()),
             task_bytes=settings.kvikio_task_bytes,
             direct=pool.direct,

@@ -30,6 +30,8 @@ class RestoreResult:
     """Bytes asked of the media, bridged holes included."""
     reads: int
     """Read commands, over all layers."""
+    tiles: int
+    """Window slots that were filled one after another for it."""
     first_layer_ns: int | None
     """From start until layer 0 was queued for the device; None if it never was."""
     total_ns: int
@@ -104,6 +106,7 @@ class Restore:
                 reason=self.dropped or self.reason,
                 read_bytes=self._tiles.read_bytes,
                 reads=len(self._tiles.reads),
+                tiles=self._tiles.tiles,
                 first_layer_ns=self._first_layer_ns,
                 total_ns=self._ended_ns - self._started_ns,
             )

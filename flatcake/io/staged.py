@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 from flatcake.errors import CapacityError
-from flatcake.io.arena import When
-from flatcake.io.device import Device, Event, Stream
+from flatcake.io.device import Device, Event, Stream, When
 from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import Files
 

@@ -14,7 +14,7 @@ from flatcake.io.device import cuda_is_available, load_kvikio, open_device
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.seam import Files
-from tests.fakes import FakeCuda, FakeKvikio, gpu_buffer, host_buffer
+from tests.fakes import FakeKvikio, gpu_buffer, host_buffer, when
 from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, read, whole, write
 
 FILE_BYTES = 72 * PAGE
@@ -29,21 +29,20 @@ def paths(tmp_path: Path) -> list[str]:
     return [str(path) for path in files]
 
 
-def open_engine(kvikio: FakeKvikio, paths: list[str], device: FakeCuda | None = None) -> KvikioEngine:
-    return KvikioEngine(kvikio, paths, device or FakeCuda(), threads=5, task_bytes=32 << 20, direct=True)
+def open_engine(kvikio: FakeKvikio, paths: list[str]) -> KvikioEngine:
+    return KvikioEngine(kvikio, paths, when, threads=5, task_bytes=32 << 20, direct=True)
 
 
 @pytest.mark.parametrize("buffer", [host_buffer, gpu_buffer], ids=["host", "device"])
 @pytest.mark.parametrize("check", CHECKS)
 def test_kvikio_keeps_contract(check, buffer, paths: list[str]) -> None:
-    kvikio, device = FakeKvikio(), FakeCuda()
-    engine = open_engine(kvikio, paths, device)
+    kvikio = FakeKvikio()
+    engine = open_engine(kvikio, paths)
     check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=buffer))
     engine.check()
     assert engine.close(CLOSE_NS)
     assert [file.closes for file in kvikio.files] == [1, 1, 1]
     assert all(future.gets == 1 for future in kvikio.futures)
-    assert device.entered and threading.get_ident() not in device.entered
 
 
 def test_defaults_are_set(paths: list[str]) -> None:
@@ -150,7 +149,7 @@ def test_real_kvikio_keeps_contract(check, paths: list[str]) -> None:
     except DeviceError as error:
         pytest.skip(str(error))
     device = open_device("cuda", Files())
-    engine = KvikioEngine(kvikio, paths, device, threads=4, task_bytes=16 * PAGE, direct=True)
+    engine = KvikioEngine(kvikio, paths, when, threads=4, task_bytes=16 * PAGE, direct=True)
 
     def buffer(size_bytes: int) -> Buffer:
         return Buffer.of(device.window(size_bytes))
