@@ -17,7 +17,7 @@ from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
 from flatcake.index import Index
-from flatcake.io.device import Device, open_device
+from flatcake.io.device import Device, When, open_device
 from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts
@@ -111,7 +111,7 @@ def open_dataplane(
     with ExitStack() as undo:
         pump = Pump(device, clock)
         undo.callback(pump.close, config.timeouts.close_ns)
-        opened = open_media(config, geometry, around_of(config, device, files, pump, size), undo)
+        opened = open_media(config, geometry, around_of(config, device, files, pump), undo)
         parts = Parts(
             rank=config.rank,
             epoch=epoch,
@@ -123,7 +123,7 @@ def open_dataplane(
             pool=opened.pool,
             copier=_copier(config, geometry, kv, device),
             verify=config.io.verify == "full",
-            **_shapes(config, geometry, device, size),
+            **_shapes(config, geometry, device, size, pump.watch),
         )
         return DataPlane(
             parts,
@@ -145,13 +145,13 @@ class _Shapes(TypedDict):
     book: RecordBook
 
 
-def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: WindowSize) -> _Shapes:
+def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: WindowSize, when: When) -> _Shapes:
     """The parts that follow from the geometry."""
     lanes, layout = LaneTable.of(geometry), layout_number(geometry.fingerprint())
     sum_kind = SUM_KIND if config.io.verify == "full" else SUM_KIND_NONE
     return _Shapes(
-        window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes),
-        save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes),
+        window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes, when=when),
+        save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes, when=when),
         lanes=lanes,
         payload_bytes=[geometry.payload_bytes(layer) for layer in range(geometry.layer_count)],
         layout=layout,

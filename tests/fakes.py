@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,22 +144,34 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work in order; done at once, or when `run` is called."""
+    """Work in order; done at once, or when `run` is called.  A wait holds up what comes after it."""
 
     def __init__(self, *, manual: bool) -> None:
         self.manual = manual
-        self._work: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+        self._work: deque[Callable[[], None] | Event] = deque()
 
-    def put(self, work: Callable[[], None]) -> None:
-        if self.manual:
+    def put(self, work: Callable[[], None] | Event) -> None:
+        with self._lock:
             self._work.append(work)
-        else:
-            work()
+            if not self.manual:
+                self.run()
 
-    def run(self) -> None:
-        work, self._work = self._work, []
-        for step in work:
-            step()
+    def run(self) -> bool:
+        """Do what can be done; whether it was anything."""
+        ran = False
+        with self._lock:
+            while self._work:
+                step = self._work[0]
+                if callable(step):
+                    self._work.popleft()
+                    step()
+                elif step.done():
+                    self._work.popleft()
+                else:
+                    break
+                ran = True
+        return ran
 
 
 class FakeCuda(CpuDevice):
@@ -177,12 +189,25 @@ class FakeCuda(CpuDevice):
         self.pin_error: Exception | None = None
         self.copy_error: Exception | None = None
         self.entered: set[int] = set()
+        self.streams: list[FakeStream] = []
+
+    def run(self) -> None:
+        """Let all streams run as far as they get."""
+        ran = True
+        while ran:
+            ran = False
+            for stream in self.streams:
+                ran |= stream.run()
 
     def enter_thread(self) -> None:
         self.entered.add(threading.get_ident())
 
     def new_stream(self) -> Stream:
-        return FakeStream(manual=self.manual)
+        self.streams.append(FakeStream(manual=self.manual))
+        return self.streams[-1]
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.put(event)
 
     def record(self, stream: Stream) -> Event:
         event = FakeEvent()
@@ -292,9 +317,8 @@ class FakeCuFile:
         kvikio = self._kvikio
         if kvikio.start_error is not None:
             raise kvikio.start_error
-        shown = buffer.__array_interface__ if isinstance(buffer, np.ndarray) else buffer.__cuda_array_interface__
-        assert shown["typestr"] == "|u1" and shown["shape"] == (size,) and shown["version"] == 3
-        address = int(shown["data"][0])
+        assert isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 and buffer.nbytes == size
+        address = int(buffer.ctypes.data)
         outcome = kvikio.outcomes.pop(0) if kvikio.outcomes else None
         gate = kvikio.gate
 

@@ -97,6 +97,7 @@ class Judging:
 
     def _judge(self, group: list[int], wanted: Sums) -> None:
         found, first_layer, last_layer = self._copy.sums, self._first_layer, self._last_layer
+        complete = []
         for tile in group:
             start, end = self._bounds[tile], self._bounds[tile + 1]
             differs = found[start:end] != wanted[start:end]
@@ -107,7 +108,8 @@ class Judging:
             for layer in range(first_layer[tile], last_layer[tile] + 1):
                 self._unverified[layer] -= 1
                 if not self._unverified[layer]:
-                    self._restore.note_verified(layer)
+                    complete.append(layer)
+        self._restore.note_verified(complete)
 
     def _fail_blocks(self, blocks: Int64Array) -> None:
         self._parts.counts["blocks_failed_checksum"] += len(blocks)

@@ -1,13 +1,16 @@
-"""The engine of kvikio: straight into GPU memory, by its own threads and bounce buffers.  Paper §3.4.
+"""The engine of kvikio: transfers between files and host memory, by its own threads.  Paper §3.4.
 
-Where GPUDirect Storage is not proven this is POSIX underneath, so it is called ``kvikio-compat``.  kvikio has
-one pool of threads a process, and no cancel.  Imports nothing: it is handed the module.
-Read path:  index -> catalog -> plan -> [kvikio] -> window -> kernels.scatter
+They are threads of C++, so a large read costs no Python but its start and its end.  kvikio can read into GPU memory,
+too, but where GPUDirect Storage is not proven it does so by bounce buffers, a thread waiting for each copy; a ring in
+front of it (`io.staged`) is quicker.  kvikio has one pool of threads a process, and no cancel.  Imports nothing: it is
+handed the module.
+Read path:  index -> catalog -> plan -> [kvikio] -> staged -> window -> kernels.scatter
 """
 
 import errno
 import logging
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +22,14 @@ from flatcake.units import MiB
 log = logging.getLogger(__name__)
 
 _BOUNCE_BYTES_MIN = 16 * MiB
+_SWEEP = 16
+"""Every so many times all batches are asked, so that one that hangs does not hide the others."""
 
 
 class KvikioEngine:
-    """Moves batches between files and GPU memory, or host memory.  Safe to call from several threads."""
+    """Moves batches between files and host memory.  Safe to call from several threads."""
 
-    name = "kvikio-compat"
+    name = "kvikio"
 
     def __init__(
         self, kvikio: Any, paths: Sequence[str], when: When, *, threads: int, task_bytes: int, direct: bool
@@ -59,6 +64,8 @@ class KvikioEngine:
         self._changed = threading.Condition()
         self._in_flight = 0
         self._closed = False
+        self._pending: deque[_Pending] = deque()
+        self._is_watched = False
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
         """Start reading; see `Engine.read`.  Transfers below kvikio's 16 KiB threshold are done before it returns."""
@@ -99,17 +106,15 @@ class KvikioEngine:
         if closed:
             refuse(batch, errno.ECANCELED, done)
             return
-        parts = [self._start(verb, transfer, buffer) for transfer in batch]
-        self._when(_Futures(parts), lambda: self._end(parts, done))
+        pending = _Pending([self._start(verb, transfer, buffer) for transfer in batch], done)
+        with self._changed:
+            self._pending.append(pending)
+        self._watch()
 
     def _start(self, verb: str, transfer: Transfer, buffer: Buffer) -> "_Part":
         file, offset_bytes, size_bytes, buffer_offset = transfer
-        # kvikio takes GPU memory by its array interface, but refuses torch's host tensors.
-        view: Any
-        if buffer.host is None:
-            view = _DeviceBytes(buffer, buffer_offset, size_bytes)
-        else:
-            view = buffer.host[buffer_offset : buffer_offset + size_bytes]
+        assert buffer.host is not None, "a ring stands between kvikio and GPU memory"
+        view = buffer.host[buffer_offset : buffer_offset + size_bytes]
         if size_bytes == 0:
             return _Part(view, None, 0)
         try:
@@ -119,13 +124,29 @@ class KvikioEngine:
             future = None
         return _Part(view, future, size_bytes)
 
-    def _end(self, parts: "list[_Part]", done: Done) -> None:
-        results = [_result(part) for part in parts]
-        parts.clear()  # Lets go of the buffer before the caller has it back.
-        answer(done, results)
+    def _watch(self) -> None:
         with self._changed:
-            self._in_flight -= 1
-            self._changed.notify_all()
+            if self._is_watched or not self._pending:
+                return
+            self._is_watched = True
+        self._when(_News(self._pending), self._reap)
+
+    def _reap(self) -> None:
+        """Answer the batches that are done."""
+        with self._changed:
+            self._is_watched = False
+            ready = [self._pending.popleft()] if self._pending[0].is_done() else []
+            if not ready:  # One behind it is: a sweep has found it.
+                ready = [pending for pending in self._pending if pending.is_done()]
+                self._pending = deque(pending for pending in self._pending if pending not in ready)
+        for pending in ready:
+            results, done = [_result(part) for part in pending.parts], pending.done
+            pending.parts.clear()  # Lets go of the buffer before the caller has it back.
+            answer(done, results)
+            with self._changed:
+                self._in_flight -= 1
+                self._changed.notify_all()
+        self._watch()
 
     def _close_files(self) -> None:
         files, self._files = self._files, []
@@ -134,21 +155,6 @@ class KvikioEngine:
                 file.close()
             except Exception as error:
                 log.warning("kvikio could not close a file: %s", error)
-
-
-class _DeviceBytes:
-    """A range of a buffer as kvikio wants it: torch's own array interface takes longer to make than a read to start."""
-
-    __slots__ = ("__cuda_array_interface__", "_buffer")
-
-    def __init__(self, buffer: Buffer, start: int, size_bytes: int) -> None:
-        self._buffer = buffer
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (buffer.address + start, False),
-            "version": 3,
-        }
 
 
 @dataclass(slots=True)
@@ -160,16 +166,28 @@ class _Part:
     size_bytes: int
 
 
-class _Futures:
-    """Reached when all futures of a batch are done."""
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """One submission under way."""
 
-    def __init__(self, parts: list[_Part]) -> None:
-        self._waiting = [part.future for part in parts if part.future is not None]
+    parts: list[_Part]
+    done: Done
+
+    def is_done(self) -> bool:
+        return all(part.future is None or _is_done(part.future) for part in self.parts)
+
+
+class _News:
+    """Reached when some batch is done.  They end roughly in order, so mostly the oldest alone is asked."""
+
+    def __init__(self, pending: deque[_Pending]) -> None:
+        self._pending = pending
+        self._asked = 0
 
     def done(self) -> bool:
-        while self._waiting and _is_done(self._waiting[-1]):
-            self._waiting.pop()
-        return not self._waiting
+        self._asked += 1
+        count = len(self._pending) if self._asked % _SWEEP == 0 else 1
+        return any(self._pending[number].is_done() for number in range(count))
 
 
 def _is_done(future: Any) -> bool:

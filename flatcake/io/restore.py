@@ -7,7 +7,7 @@ Read path:  plan -> [restore]: window slot -> engine -> kernels.scatter -> event
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flatcake.clock import Clock
@@ -164,21 +164,28 @@ class Restore:
                 self.first_bad, self.reason = block, reason
                 self.guard.notify_all()
 
-    def note_layer(self, layer: int, event: Event) -> None:
-        """A layer's last tile has been queued for the device, before `event`."""
+    def note_layers(self, layers: Sequence[int], event: Event) -> None:
+        """The last tiles of these layers have been queued for the device, before `event`."""
+        if not layers:
+            return
+        due = []
         with self.guard:
-            self.layer_event[layer] = event
-            if layer == 0:
+            for layer in layers:
+                self.layer_event[layer] = event
+            if layers[0] == 0:
                 self._first_layer_ns = self._clock.now_ns() - self._started_ns
             self.guard.notify_all()
-            due = [call for number, call in self._layer_calls if number == layer]
-            self._layer_calls = [entry for entry in self._layer_calls if entry[0] != layer]
+            if self._layer_calls:
+                due = [call for number, call in self._layer_calls if number in layers]
+                self._layer_calls = [entry for entry in self._layer_calls if entry[0] not in layers]
         for call in due:
             call()
 
-    def note_verified(self, layer: int) -> None:
+    def note_verified(self, layers: Sequence[int]) -> None:
+        """The checksums of these layers are right, or known not to be."""
         with self.guard:
-            self.layer_verified[layer] = True
+            for layer in layers:
+                self.layer_verified[layer] = True
             self.guard.notify_all()
 
     def settle(self) -> int:
