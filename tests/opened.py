@@ -23,6 +23,9 @@ class Opened:
         if store is None:
             return {}
         stats, parts = store.stats(), store.plane.parts
+        if not stats.plans:  # Nobody else looks at them.
+            parts.window.collect()
+            parts.save_window.collect()
         found = {
             "slots": parts.window.slots - parts.window.free_slots,
             "slots of saves": parts.save_window.slots - parts.save_window.free_slots,

@@ -22,6 +22,7 @@ from flatcake.io.parts import MediumIO
 from flatcake.io.restore import RestoreResult
 from flatcake.io.save import SaveResult
 from flatcake.io.seam import Files
+from flatcake.io.window import Window
 from flatcake.keys import Identity
 from flatcake.layout import LaneTable
 from flatcake.messages import KeyArray
@@ -295,6 +296,12 @@ def eventually(store: Store, what: Callable[[], bool]) -> None:
         fence(store)
 
 
+def is_whole(store: Store, window: Window) -> bool:
+    """Whether all slots are free, once those that came back have been looked at."""
+    store.plane.parts.pump.post(window.collect)
+    return window.free_slots == window.slots
+
+
 def check(store: Store, *, leases: int = 0, plans: int = 0) -> None:
     """Nothing is open apart from what is named, and all invariants hold."""
     eventually(store, lambda: store.stats().plans == plans)
@@ -303,6 +310,6 @@ def check(store: Store, *, leases: int = 0, plans: int = 0) -> None:
     store.catalog.check()
     parts.book.check()
     if not plans:
-        eventually(store, lambda: parts.window.free_slots == parts.window.slots)
-        eventually(store, lambda: parts.save_window.free_slots == parts.save_window.slots)
+        for window in (parts.window, parts.save_window):
+            eventually(store, lambda window=window: is_whole(store, window))  # type: ignore[misc]
         assert parts.restores_active == 0 and stats.draining_scopes == 0

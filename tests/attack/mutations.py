@@ -31,7 +31,6 @@ def mutation(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
     return Mutation(name=name, edits=(Edit(file=file, old=old, new=new),), tests=tests)
 
 
-_SCATTERED = "self._parts.pump.when(event, lambda: self._on_scattered(slot), self)"
 _DATAPLANE, _CATALOG, _ATTACK, _CASES = (
     "tests/test_dataplane.py",
     "tests/test_catalog.py",
@@ -92,7 +91,7 @@ MUTATIONS = (
     mutation(
         "pages are written after they were given back",
         "io/reading.py",
-        "            if restore.dropped:\n                return self._parts.device.record(self._stream)\n",
+        "            if restore.dropped:\n                return None\n",
         "",
         f"{_DATAPLANE}::test_a_read_that_returns_late_never_reaches_the_pages",
         f"{_CASES}/test_sharing.py::test_b17_a_read_that_is_cancelled_lands_in_its_slot_alone",
@@ -113,9 +112,11 @@ MUTATIONS = (
     ),
     mutation(
         "a slot is used again before its scatter",
-        "io/reading.py",
-        f"        {_SCATTERED}\n\n    def _scatter(",
-        "        self._on_scattered(slot)\n\n    def _scatter(",
+        "io/window.py",
+        "        if after.done():\n            self._free.append(slot)\n        else:\n"
+        "            self._coming.append((after, slot))\n        assert",
+        "        if True:\n            self._free.append(slot)\n        else:\n"
+        "            self._coming.append((after, slot))\n        assert",
         f"{_ATTACK}/test_streams.py::test_a_slot_is_used_again_only_when_the_device_has_read_it",
     ),
     mutation(
