@@ -5,7 +5,7 @@ once, whenever a layer is complete, and compared on the host when the records ar
 layer.  Pump's thread only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,7 +23,9 @@ from flatcake.messages import BASE, MEDIUM, Int64Array, block_column
 class Judging:
     """Verifies one restore, or only waves it through where checksums are off."""
 
-    def __init__(self, parts: Parts, restore: Restore, work: Work, idle: Callable[[], None]) -> None:
+    def __init__(
+        self, parts: Parts, restore: Restore, work: Work, layer_tiles: Sequence[int], idle: Callable[[], None]
+    ) -> None:
         self._parts, self._restore, self._work = parts, restore, work
         self._idle = idle
         """Called whenever the last open verdict is in."""
@@ -34,12 +36,13 @@ class Judging:
         self._groups = 0
         self._unjudged: list[list[int]] = []
         self._bad_rows: dict[int, list[int]] = {}
-        self._unverified = layer_tiles(work, parts.lanes.layer_count)
+        self._unverified = list(layer_tiles)
         self._bounds: list[int] = work.pieces.tile_pieces.tolist()
         self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
         self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
         self._stream: Stream = None
-        self._copy: TileCopy
+        self.copy: TileCopy
+        """Set it before a tile is scattered."""
 
     @property
     def is_idle(self) -> bool:
@@ -47,9 +50,9 @@ class Judging:
         unfetched = self._unfetched and not self._restore.dropped
         return not (self._waits_for_records or self._groups or unfetched)
 
-    def start(self, copy: TileCopy, stream: Stream) -> None:
+    def start(self, stream: Stream) -> None:
         """Refuse extents that have a later tenant, and look for the records of the others."""
-        self._copy, self._stream = copy, stream
+        self._stream = stream
         for ref in extents_of(self._work.plan.runs):
             if self._parts.book.is_stale(ref):
                 self._fail_extent(ref, "stale plan")
@@ -66,7 +69,7 @@ class Judging:
             self._bad_rows[tile] = bad
         if fetch:
             group, self._unfetched = self._unfetched, []
-            self._copy.fetch_sums(group)
+            self.copy.fetch_sums(group)
             fetched = self._parts.device.record(self._stream)
             self._groups += 1
             self._parts.pump.when(fetched, lambda: self._on_fetched(group), self)
@@ -96,7 +99,7 @@ class Judging:
             self._idle()
 
     def _judge(self, group: list[int], wanted: Sums) -> None:
-        found, first_layer, last_layer = self._copy.sums, self._first_layer, self._last_layer
+        found, first_layer, last_layer = self.copy.sums, self._first_layer, self._last_layer
         complete = []
         for tile in group:
             start, end = self._bounds[tile], self._bounds[tile + 1]
@@ -137,12 +140,3 @@ class Judging:
         blocks = np.flatnonzero((places[0] == ref.medium) & (places[1] == ref.base_bytes))
         if len(blocks):
             self._restore.note_bad(int(blocks[0]), reason)
-
-
-def layer_tiles(work: Work, layers: int) -> list[int]:
-    """Per layer: in how many tiles it lies."""
-    inside = (work.tiles.tile_first_layer <= np.arange(layers)[:, None]) & (
-        np.arange(layers)[:, None] <= work.tiles.tile_last_layer
-    )
-    counts: list[int] = inside.sum(axis=1).tolist()
-    return counts

@@ -10,6 +10,7 @@ Read path:  index -> catalog -> plan -> [kvikio] -> staged -> window -> kernels.
 import errno
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from flatcake.units import MiB
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.001
 _BOUNCE_BYTES_MIN = 16 * MiB
 _SWEEP = 16
 """Every so many times all batches are asked, so that one that hangs does not hide the others."""
@@ -61,10 +63,11 @@ class KvikioEngine:
         except BaseException:
             self._close_files()
             raise
-        self._changed = threading.Condition()
-        self._in_flight = 0
+        self._lock = threading.Lock()
         self._closed = False
         self._pending: deque[_Pending] = deque()
+        """Oldest first."""
+        self._answering = 0
         self._is_watched = False
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
@@ -81,35 +84,37 @@ class KvikioEngine:
         Returns:
             Whether nothing is in flight; otherwise the files stay open; call again later.
         """
-        with self._changed:
+        until_ns = time.monotonic_ns() + wait_ns
+        with self._lock:
             self._closed = True
-            self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
-            is_idle = self._in_flight == 0
-        if is_idle:
+        while (is_busy := self._is_busy()) and time.monotonic_ns() < until_ns:
+            time.sleep(_LOOK_S)
+        if not is_busy:
             self._close_files()
-        return is_idle
+        return not is_busy
 
     def check(self) -> None:
         """Assert that files are open as long as something is in flight."""
-        with self._changed:
-            assert self._in_flight >= 0, self._in_flight
-            assert self._files or not self._in_flight
+        assert self._files or not self._is_busy()
+
+    def _is_busy(self) -> bool:
+        with self._lock:
+            return bool(self._pending or self._answering)
 
     def _submit(self, verb: str, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         check_batch(batch, buffer, self._count)
         if not any(transfer.size_bytes for transfer in batch):
             answer(done, [Result(0, 0) for _ in batch])
             return
-        with self._changed:
-            closed = self._closed
-            self._in_flight += not closed
+        with self._lock:  # A transfer that has begun is known to `close`.
+            closed, is_watched = self._closed, self._is_watched
+            if not closed:
+                self._pending.append(_Pending([self._start(verb, part, buffer) for part in batch], done))
+                self._is_watched = True
         if closed:
             refuse(batch, errno.ECANCELED, done)
-            return
-        pending = _Pending([self._start(verb, transfer, buffer) for transfer in batch], done)
-        with self._changed:
-            self._pending.append(pending)
-        self._watch()
+        elif not is_watched:
+            self._when(_News(self._pending), self._reap)
 
     def _start(self, verb: str, transfer: Transfer, buffer: Buffer) -> "_Part":
         file, offset_bytes, size_bytes, buffer_offset = transfer
@@ -124,29 +129,26 @@ class KvikioEngine:
             future = None
         return _Part(view, future, size_bytes)
 
-    def _watch(self) -> None:
-        with self._changed:
-            if self._is_watched or not self._pending:
-                return
-            self._is_watched = True
-        self._when(_News(self._pending), self._reap)
-
     def _reap(self) -> None:
-        """Answer the batches that are done."""
-        with self._changed:
-            self._is_watched = False
-            ready = [self._pending.popleft()] if self._pending[0].is_done() else []
+        """Answer the batches that are done, and watch for the next."""
+        ready, pending = [], self._pending
+        with self._lock:
+            while pending and pending[0].is_done():
+                ready.append(pending.popleft())
             if not ready:  # One behind it is: a sweep has found it.
-                ready = [pending for pending in self._pending if pending.is_done()]
-                self._pending = deque(pending for pending in self._pending if pending not in ready)
-        for pending in ready:
-            results, done = [_result(part) for part in pending.parts], pending.done
-            pending.parts.clear()  # Lets go of the buffer before the caller has it back.
+                ready = [each for each in pending if each.is_done()]
+                for each in ready:
+                    pending.remove(each)
+            self._answering += len(ready)
+            more = self._is_watched = bool(pending)
+        for each in ready:
+            results, done = [_result(part) for part in each.parts], each.done
+            each.parts.clear()  # Lets go of the buffer before the caller has it back.
             answer(done, results)
-            with self._changed:
-                self._in_flight -= 1
-                self._changed.notify_all()
-        self._watch()
+        with self._lock:
+            self._answering -= len(ready)
+        if more:
+            self._when(_News(pending), self._reap)
 
     def _close_files(self) -> None:
         files, self._files = self._files, []

@@ -1,15 +1,17 @@
 """The pump's side of a restore: tiles through slots, and the report at the end.
 
 Everything here runs on the pump's thread and never blocks.  The order of a tile: a free slot, its reads, all
-results checked, then under the restore's guard the scatter and its event; with that event the slot goes back to the
+results checked, then under the restore's lock the scatter and its event; with that event the slot goes back to the
 window.  A restore is over when the device has reached the last of these events.  Verdicts are `io.judging`'s.
 """
 
 from collections.abc import Callable
 
+import numpy as np
+
 from flatcake.io.device import DoneEvent, Event, Point, Stream
 from flatcake.io.engine import Buffer, Result
-from flatcake.io.judging import Judging, layer_tiles
+from flatcake.io.judging import Judging
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
 from flatcake.io.restore import Restore
@@ -39,7 +41,7 @@ class Reading:
         self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
         self._unread = layer_tiles(work, parts.lanes.layer_count)
         """Per layer: tiles that are not scattered yet."""
-        self._judging = Judging(parts, restore, work, self.end_if_idle)
+        self._judging = Judging(parts, restore, work, self._unread, self.end_if_idle)
         self._stream: Stream = None
         self._copy: TileCopy
         self._mover: TileMover
@@ -51,10 +53,12 @@ class Reading:
         parts.restores_active += 1
         self._stream = parts.take_stream()
         self._mover = TileMover(parts, self._tiles, self._stream, write=False)
-        parts.device.wait(self._stream, after)
-        self._copy = parts.copier.start(self._tiles, self._pieces, pages, self._stream, sums=parts.verify)
-        self._judging.start(self._copy, self._stream)
-        self._advance()
+        self._judging.start(self._stream)
+        self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
+        if not self._is_ending:  # Else it was dropped before its turn came.
+            parts.device.wait(self._stream, after)
+            self._copy = parts.copier.start(self._tiles, self._pieces, pages, self._stream, sums=parts.verify)
+            self._judging.copy = self._copy
 
     def drop(self, reason: str) -> None:
         """Give the pages back; what is in flight ends in its slot.  It need not have started."""
@@ -145,7 +149,7 @@ class Reading:
     def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event | None:
         """Queue a tile's scatter, unless the pages have gone back to the caller; the event after it."""
         restore = self._restore
-        with restore.guard:
+        with restore.lock:
             if restore.dropped:
                 return None
             with span("restore.scatter", size_bytes=slot.tensor.shape[0]):
@@ -160,3 +164,12 @@ class Reading:
             restore.note_layers(complete, event)
             self._judging.note_scattered(tile, bad, fetch=bool(complete))
             return event
+
+
+def layer_tiles(work: Work, layers: int) -> list[int]:
+    """Per layer: in how many tiles it lies."""
+    inside = (work.tiles.tile_first_layer <= np.arange(layers)[:, None]) & (
+        np.arange(layers)[:, None] <= work.tiles.tile_last_layer
+    )
+    counts: list[int] = inside.sum(axis=1).tolist()
+    return counts

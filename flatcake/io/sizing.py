@@ -42,8 +42,8 @@ class RingSize:
         return (self.reads + self.writes) * self.buffer_bytes
 
 
-GPU_RING = RingSize(buffer_bytes=8 * MiB, reads=8, writes=4)
-"""96 MiB, of which reads use 64: the ring stays in the last-level cache of a server's processor."""
+GPU_RING = RingSize(buffer_bytes=12 * MiB, reads=6, writes=3)
+"""108 MiB, of which reads use 72: the ring stays in the last-level cache of a server's processor."""
 
 
 def size_window(settings: IOConfig, lanes: LaneTable, *, is_host: bool) -> WindowSize:
