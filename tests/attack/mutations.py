@@ -99,15 +99,15 @@ MUTATIONS = (
     mutation(
         "a save does not wait for its pages' producer",
         "io/writing.py",
-        "        parts.device.wait(self._stream, after)\n",
-        "",
+        "parts.device.wait(self._stream, after)\n",
+        "pass\n",
         f"{_ATTACK}/test_streams.py::test_pages_are_read_after_their_producer_and_written_after_their_reader",
     ),
     mutation(
         "a restore does not wait for its pages' last reader",
         "io/reading.py",
-        "        parts.device.wait(self._stream, after)\n",
-        "",
+        "parts.device.wait(self._stream, after)\n",
+        "pass\n",
         f"{_ATTACK}/test_streams.py::test_pages_are_read_after_their_producer_and_written_after_their_reader",
     ),
     mutation(
