@@ -20,6 +20,7 @@ from flatcake.manifest import Stored, TurnRow, decode_rows, encode_row
 from flatcake.messages import Plan
 from flatcake.reserve import DRAM_GVA_LIMIT
 from flatcake.space import Space
+from flatcake.units import SECOND
 from tests.builders import (
     AGENT,
     CHAT,
@@ -118,6 +119,17 @@ def test_the_scope_used_last_is_reclaimed_last_after_a_restart() -> None:
     again.reopen(replace(manifest.stored(), used=tuple(order)), 0)
     assert [scope.scope_id for scope in again.space.scopes.oldest(Medium.SSD)] == order == [2, 3, 1]
     assert [scope.scope_id for scope in reopened(manifest).space.scopes.oldest(Medium.SSD)] == [1, 2, 3]
+
+
+def test_last_uses_are_in_the_order_of_use_whatever_the_wall_clock_did() -> None:
+    catalog, manifest = kept_catalog()
+    for name in "abc":
+        save(catalog, name, make_keys(name, 4))
+    stored = replace(manifest.stored(), used=(2, 3, 1), idle_s={1: 50, 2: 30, 3: 70})
+    again = make_catalog(space_of())
+    again.reopen(stored, 0)
+    found = [(scope.scope_id, scope.last_use_ns // SECOND) for scope in again.space.scopes.oldest(Medium.SSD)]
+    assert found == [(2, -30), (3, -30), (1, -30)]
 
 
 def test_generations_and_scopes_go_on_above_all_that_were() -> None:
