@@ -8,11 +8,11 @@ published or was forgotten for good, everything that a flush or a close has prom
 
 Not enumerated: what SQLite writes within one statement, but for the order that `tests/journal.py` names (a page or a
 frame is one write; a rollback journal is gone when its statement ends); writes that are lost though a later write to
-the same sector survived; wrong bytes that a disk makes up, which `tests/attack/test_bytes.py` covers.  Steps of names
-and sizes are lost from the end only, as a filesystem with a journal loses them.
+the same sector survived; wrong bytes that a disk makes up, which `tests/attack/test_bytes.py` covers.  Names are lost
+all together since the last sync of any file, as a filesystem with a journal loses them.
 
-A merge opens all states of histories of one operation, and every n-th of longer ones besides those after the last step
-of which nothing or everything is lost.  FLATCAKE_NIGHTLY opens all.
+A merge opens all states of histories of one operation; of longer ones every n-th, and those right after a call has
+returned of which nothing or everything is lost.  FLATCAKE_NIGHTLY opens all.
 """
 
 import errno
@@ -85,6 +85,8 @@ class History:
     kept: list[tuple[str, int, int, int]] = field(default_factory=list)
     """Session and blocks that must be found, from which step on and up to which."""
     fillers: int = 0
+    closes: set[int] = field(default_factory=set)
+    """Steps at which a close had returned."""
 
     def __post_init__(self) -> None:
         self.files = JournalFiles(self.home)
@@ -164,6 +166,7 @@ class History:
         seen = self.seen()
         assert self.store.close()
         closed = self.now
+        self.closes.add(closed)
         self.kept += [(n, b, closed, closed if n == "dram" else NEVER) for n, b in seen.items() if b]
         self.store = self.open()
         assert self.seen() == seen
@@ -292,8 +295,8 @@ def test_what_a_power_failure_leaves_holds_every_promise(place: Path, length: in
                 limits = history.limits(step)
                 if recovered.is_new(content, limits):
                     found += 1
-                    is_last = loss.is_plain and step == history.now
-                    if is_last or found % STRIDE.get(length, 1) == 0:
+                    has_returned = loss.is_plain and step in (history.now, *history.closes)
+                    if has_returned or found % STRIDE.get(length, 1) == 0:
                         recovered.hold(content, limits, f"{names}, step {step} of {history.now}, without {loss}")
         finally:
             history.store.close()
