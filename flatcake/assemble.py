@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypedDict
 
+from flatcake.about import About, encode_about
 from flatcake.catalog import Catalog
 from flatcake.clock import Clock, MonotonicClock
 from flatcake.config import CapacityConfig, StoreConfig
@@ -30,9 +31,8 @@ from flatcake.io.tilecopy import Copier, GpuCopier, HostCopier
 from flatcake.io.window import Window
 from flatcake.keeper import Keeper
 from flatcake.kernels.checksum import SUM_KIND
-from flatcake.keys import FORMAT_VERSION, Identity
+from flatcake.keys import Identity
 from flatcake.layout import Growth, LaneTable, room_max
-from flatcake.manifest import origin_digest
 from flatcake.openmedia import around_of, open_media, pool_sizes
 from flatcake.placement import Placement, TablePlacement
 from flatcake.space import Space, Watermarks
@@ -231,7 +231,7 @@ def open_store(
     epoch = clock.now_ns()
     plane = open_dataplane(config, geometry, kv, clock=clock, files=files, epoch=epoch)
     try:
-        keeper = _open_keeper(config, identity, catalog, plane, files)
+        keeper = _open_keeper(config, identity, geometry, catalog, plane, files)
         catalog.rank_started(config.rank, epoch)
         store = Store(catalog, plane, geometry, identity, config, clock)
         store.keeper = keeper
@@ -242,16 +242,24 @@ def open_store(
 
 
 def _open_keeper(
-    config: StoreConfig, identity: Identity, catalog: Catalog, plane: DataPlane, files: Files
+    config: StoreConfig, identity: Identity, geometry: Geometry, catalog: Catalog, plane: DataPlane, files: Files
 ) -> Keeper | None:
     """Fill the catalog with what an earlier run has left in the directories; None where nothing is kept."""
     pool = plane.parts.pool
     if pool is None:
         return None
     home = pool.paths[0].rpartition("/")[0]
-    origin = origin_digest(identity.digest(), pool.file_bytes, len(config.directories), config.rank, FORMAT_VERSION)
+    about = About(
+        identity=identity,
+        geometry=geometry,
+        pool_file_bytes=pool.file_bytes,
+        directories=pool.homes,
+        rank=config.rank,
+        dram_bytes=config.capacity.dram_bytes_max,
+        verify=plane.parts.verify,
+    )
     pieces: list[int] = plane.parts.lanes.piece_bytes.tolist()
-    manifest = ManifestDB(files, f"{home}/{MANIFEST}", origin, pieces)
+    manifest = ManifestDB(files, f"{home}/{MANIFEST}", about.origin(), encode_about(about), pieces)
     keeper = Keeper(catalog, plane.parts, manifest, files, config.capacity.ssd_free_bytes_min)
     try:
         keeper.reopen()

@@ -15,7 +15,8 @@ from flatcake.catalog import Catalog
 from flatcake.clock import Clock
 from flatcake.gva import Medium
 from flatcake.io.dramdump import DUMP, Range, read_dump, write_dump
-from flatcake.io.manifestdb import SCOPE_SHIFT, ManifestDB
+from flatcake.io.manifestdb import ManifestDB
+from flatcake.io.manifestrows import SCOPE_SHIFT
 from flatcake.io.parts import Parts
 from flatcake.io.pooldir import attempt
 from flatcake.io.salvage import Row

@@ -14,7 +14,7 @@ class MediumStats:
     """One medium."""
 
     io_path: str
-    """Engine that moves its bytes, e.g. ``posix`` or ``kvikio-compat``; empty where the medium is left out."""
+    """Engine that moves its bytes, e.g. ``posix`` or ``kvikio-staged``; empty where the medium is left out."""
     size_bytes: int
     used_bytes: int
     """Bytes in extents."""

@@ -5,7 +5,7 @@ Over a restart only the wall clock knows how long a scope has been idle.  It may
 come from the future counts as used now, and is written down so at the next open.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,8 +15,11 @@ from flatcake.wear import Wear, decode_wear
 
 TENANTS_MAX = 8
 """Other identities whose rows are kept; beyond them, those of the one that is gone longest are dropped."""
-STATE_NUMBER, TENANT_NUMBER, WEAR_NUMBER = 0, 16, 64
-"""Rows of the table of states: of the last run, the first of another identity, and the bytes written."""
+STATE_NUMBER, ABOUT_NUMBER, TENANT_NUMBER, WEAR_NUMBER = 0, 1, 16, 64
+"""Rows of the table of states: of the last run, what the store is, the first other identity, the bytes written."""
+
+Used = Sequence[tuple[int, int]]
+"""Scopes in order of use, oldest first, each with the wall clock of its last use in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

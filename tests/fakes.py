@@ -75,6 +75,10 @@ class FaultyFiles(Files):
         self._enter("open_direct" if direct else "create_file" if create else "open_file")
         return self._opened(super().open_file(path, create=create, direct=direct))
 
+    def open_reading(self, path: str, *, direct: bool) -> int:
+        self._enter("open_reading")
+        return self._opened(super().open_reading(path, direct=direct))
+
     def allocate(self, fd: int, size_bytes: int) -> None:
         self._enter("allocate")
         super().allocate(fd, size_bytes)

@@ -36,7 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
-    ("scopes", "tenancy", "turnlog"),
+    ("scopes", "tenancy", "turnlog", "about"),
     ("space",),
     ("ledger", "prefix", "rowcheck", "sched.state"),
     ("reserve", "reopen", "retention", "sched.mas"),
@@ -47,7 +47,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("io.memory", "io.posix", "io.kvikio", "io.pooldir", "io.arena", "io.window", "io.records"),
     ("io.chunks", "io.ring", "io.sizing"),
     ("io.salvage", "io.scribe", "io.dramdump"),
-    ("io.filepool", "io.staged", "io.verdict", "io.manifestfile"),
+    ("io.filepool", "io.staged", "io.verdict", "io.manifestfile", "io.manifestrows"),
     ("io.pump", "io.tilecopy", "io.probe", "io.manifestdb"),
     ("io.parts", "io.restore", "io.save"),
     ("io.tilebatch", "io.recording", "io.judging"),
@@ -65,9 +65,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("",),
     ("demo.pages", "demo.sessions", "demo.report", "doctor.facts", "doctor.blocks"),
     ("demo.model", "doctor.machine", "doctor.gpu", "doctor.direct", "doctor.bench", "doctor.advice"),
-    ("demo.serve", "doctor.measure", "doctor.report"),
-    ("demo.control",),
-    ("doctor.command", "demo.command"),
+    ("demo.serve", "doctor.measure", "doctor.report", "audit.facts", "audit.copy", "audit.verdicts", "audit.progress"),
+    ("demo.control", "audit.home", "audit.rows", "audit.survey", "audit.report"),
+    ("audit.stores", "audit.sources", "audit.tally"),
+    ("audit.checking",),
+    ("doctor.command", "demo.command", "audit.inspect", "audit.verify"),
     ("cli",),
     ("__main__",),
 )
@@ -79,6 +81,7 @@ PURE = {
     *("retention", "wear", "tenancy", "turnlog", "rowcheck"),
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
+    *("about", "audit.facts", "audit.verdicts", "audit.survey", "audit.report", "audit.tally"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
 """No GPU package, file, thread or clock: time comes in as `now_ns`."""
@@ -96,6 +99,7 @@ OUTSIDE = {
     "doctor.machine": "reads /proc and /sys, and looks at a directory, to say what the machine can do",
     "doctor.gpu": "reads /proc to say which drivers are loaded",
     "doctor.measure": "makes a directory to measure in and removes it",
+    "audit.copy": "makes a directory for a copy of a manifest and removes it",
     "demo.command": "makes a directory for its store and removes it",
     "demo.control": "flips bytes in a pool file behind the store's back",
 }

@@ -37,7 +37,6 @@ class Judging:
         self._unjudged: list[list[int]] = []
         self._bad_rows: dict[int, list[int]] = {}
         self._unverified = list(layer_tiles)
-        self._bounds: list[int] = work.pieces.tile_pieces.tolist()
         self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
         self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
         self._stream: Stream = None
@@ -100,9 +99,10 @@ class Judging:
 
     def _judge(self, group: list[int], wanted: Sums) -> None:
         found, first_layer, last_layer = self.copy.sums, self._first_layer, self._last_layer
+        bounds = self._work.pieces.tile_pieces
         complete = []
         for tile in group:
-            start, end = self._bounds[tile], self._bounds[tile + 1]
+            start, end = bounds[tile], bounds[tile + 1]
             differs = found[start:end] != wanted[start:end]
             for row in self._bad_rows.pop(tile, ()):
                 differs[row - start] = False

@@ -9,57 +9,52 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flatcake.errors import OwnershipError
+from flatcake.io import manifestrows
 from flatcake.io.manifestfile import open_manifest
+from flatcake.io.manifestrows import SCOPE_LIMIT, SCOPE_SHIFT, Step
 from flatcake.io.pooldir import attempt
 from flatcake.io.salvage import Row, is_sound
 from flatcake.io.seam import Files
 from flatcake.manifest import (
     GENERATION_LIMIT,
+    Flags,
     State,
     Stored,
     TurnRow,
     decode_rows,
     encode_row,
-    encode_state,
 )
-from flatcake.tenancy import STATE_NUMBER, TENANT_NUMBER, WEAR_NUMBER, Tenancy, completed, read_tenancy
-from flatcake.wear import Wear, encode_wear
+from flatcake.tenancy import Tenancy, Used, completed, read_tenancy
+from flatcake.wear import Wear
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.db"
 GENERATION_STEP = 1 << 20
 """Generations are promised to be used in such steps, so that few commits need to say so."""
-SCOPE_SHIFT = 24
-"""A row's number is its scope's, then this many bits of the commit's: a scope is one stretch of the table."""
 USED_MAX = 1 << 21
 """Of so many scopes the order of use is remembered."""
 
 _SECONDS_SHIFT = 20
-_KEEP_BITS = (1 << SCOPE_SHIFT) - 1
-_SCOPE_LIMIT = 1 << (62 - SCOPE_SHIFT)
-_PUT_STATE = "INSERT OR REPLACE INTO state VALUES (?, ?)"
-
-Step = tuple[str, tuple[object, ...]]
-"""A statement and its values."""
-Used = Sequence[tuple[int, int]]
-"""Scopes in order of use, oldest first, each with the wall clock of its last use in seconds since 1970."""
 
 
 class ManifestDB:
     """One directory's manifest.  Any number of threads may call; its lock on the directory is the pool's."""
 
-    def __init__(self, files: Files, path: str, origin: bytes, piece_bytes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, files: Files, path: str, origin: bytes, about: bytes = b"", piece_bytes: Sequence[int] = ()
+    ) -> None:
         """Open or make the file.
 
         Args:
             files: The seam to the system.
             path: The file.
             origin: Of this store.
+            about: What the store is, for whoever looks at the file later (`flatcake.about`).
             piece_bytes: Bytes of a piece of each layer: what another identity must know to leave the bytes alone.
 
         Raises:
@@ -68,7 +63,7 @@ class ManifestDB:
             CapacityError: There is no room for it.
         """
         self.counts: Counter[str] = Counter()
-        self._files, self._path, self._origin = files, path, origin
+        self._files, self._path, self._origin, self._about = files, path, origin, about
         self._lock = threading.Lock()
         self._dropped_turns: list[int] = []
         self._dropped_scopes: list[int] = []
@@ -78,7 +73,7 @@ class ManifestDB:
         self._noted = State(origin=origin, piece_bytes=tuple(piece_bytes))
         self._tenancy = Tenancy(last=None, own=None)
         self._wall_s = 0
-        self.wear: Callable[[], Wear] = Wear
+        self.wear: Callable[[], Wear] | None = None
         """Asked at each transaction what the media have taken."""
         self._database: sqlite3.Connection | None
         self._database, damages = open_manifest(files, path)
@@ -134,9 +129,9 @@ class ManifestDB:
             self._note(used)
             self._tenancy = replace(self._tenancy, others=()) if everything else self._tenancy
             steps: list[Step] = [("DELETE FROM turns", ())] if everything else []
-            steps.append(("DELETE FROM state WHERE number >= ? AND number < ?", (TENANT_NUMBER, WEAR_NUMBER)))
-            steps += [(_PUT_STATE, row) for row in self._tenancy.rows()]
-            if not self._transact([*steps, self._state(was_closed=False)]):
+            steps += manifestrows.put_tenants(self._tenancy.rows())
+            steps += [manifestrows.put_about(self._about), self._state(was_closed=False)]
+            if not self._transact(steps):
                 raise self._refusal("it cannot be written")
 
     def wall_s(self) -> int:
@@ -149,7 +144,7 @@ class ManifestDB:
     def commit_turn(self, row: TurnRow, generation: int) -> int:
         """See `Manifest.commit_turn`."""
         with self._lock:
-            if self._database is None or row.scope_id < self._scope_limit or row.scope_id >= _SCOPE_LIMIT:
+            if self._database is None or row.scope_id < self._scope_limit or row.scope_id >= SCOPE_LIMIT:
                 return 0
             number, insert = self._insertion(row)
             steps = [insert]
@@ -172,8 +167,22 @@ class ManifestDB:
             if self._database is None:
                 return False
             self._scope_limit = scope_limit
-            steps = [("DELETE FROM turns WHERE number < ?", (min(scope_limit, _SCOPE_LIMIT) << SCOPE_SHIFT,))]
-            return self._transact(steps) and self._checkpoint()
+            return self._transact([manifestrows.dropping_below(scope_limit)]) and self._checkpoint()
+
+    def trim(self, bad: Mapping[int, Flags], states: Mapping[int, bytes]) -> bool:
+        """Forget single blocks of turns, for good; all of it or nothing; whether it is on the disk.
+
+        Args:
+            bad: For turns by number: which of their blocks are to go, bool [blocks].
+            states: Rows of the table `state` that must be there afterwards, by number.
+        """
+        with self._lock:
+            assert self._database is not None
+            steps = manifestrows.trimming(self._database, bad, self._origin)
+            return (
+                self._transact([*((manifestrows.PUT_STATE, each) for each in states.items()), *steps])
+                and self._checkpoint()
+            )
 
     # -- the end ----------------------------------------------------------------------------------------
 
@@ -199,7 +208,7 @@ class ManifestDB:
                 return False
             if clean:
                 steps = [self._insertion(row)[1] for row in rows]
-                steps += [("INSERT OR REPLACE INTO turns VALUES (?, ?)", each) for each in carried]
+                steps += [(manifestrows.PUT_TURN, each) for each in carried]
                 self._note(used)
                 clean = self._transact([*steps, self._state(was_closed=True)]) and self._checkpoint()
             database, self._database = self._database, None
@@ -229,9 +238,9 @@ class ManifestDB:
     def _insertion(self, row: TurnRow) -> tuple[int, Step]:
         """A row's number, and the statement that puts it there."""
         self._sequence += 1
-        number = row.scope_id << SCOPE_SHIFT | self._sequence & _KEEP_BITS
+        number = manifestrows.row_number(row.scope_id, self._sequence)
         body = encode_row(row, self._sequence, self._origin, self.wall_s())
-        return number, ("INSERT INTO turns VALUES (?, ?)", (number, body))
+        return number, (manifestrows.PUT_TURN, (number, body))
 
     def _note(self, used: Used) -> None:
         """Remember the order of use, all commits so far included, for the next state that is written."""
@@ -240,7 +249,7 @@ class ManifestDB:
 
     def _state(self, *, was_closed: bool) -> Step:
         state = replace(self._noted, generation=self._generation, was_closed=was_closed)
-        return _PUT_STATE, (STATE_NUMBER, encode_state(state))
+        return manifestrows.put_state(state)
 
     def _transact(self, steps: Sequence[Step]) -> bool:
         """Do what was dropped, then the steps, all or nothing."""
@@ -249,14 +258,13 @@ class ManifestDB:
             return False
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            for number in self._dropped_turns[:turns]:
-                self._database.execute("DELETE FROM turns WHERE number = ?", (number,))
-            for scope in self._dropped_scopes[:scopes]:
-                first = scope << SCOPE_SHIFT
-                span = (first, first | _KEEP_BITS)
-                self._database.execute("DELETE FROM turns WHERE number BETWEEN ? AND ?", span)
-            for statement, values in (*steps, (_PUT_STATE, (WEAR_NUMBER, encode_wear(self.wear())))):
+            for statement, values in (
+                *manifestrows.dropping(self._dropped_turns[:turns], self._dropped_scopes[:scopes]),
+                *steps,
+            ):
                 self._database.execute(statement, values)
+            if self.wear is not None:
+                self._database.execute(*manifestrows.put_wear(self.wear()))
             self._database.execute("COMMIT")
         except sqlite3.Error as error:
             self.counts["manifest transactions failed"] += 1

@@ -28,7 +28,7 @@ class Reading:
         self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None], slots_max: int
     ) -> None:
         self._parts, self._restore, self._report, self._slots_max = parts, restore, report, slots_max
-        self._plan, self._tiles, self._pieces = work.plan, work.tiles, work.pieces
+        self._work, self._plan, self._tiles = work, work.plan, work.tiles
         self._next_tile = 0
         self._in_flight = 0
         """Tiles that are being read."""
@@ -57,7 +57,7 @@ class Reading:
         self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
         if not self._is_ending:  # Else it was dropped before its turn came.
             parts.device.wait(self._stream, after)
-            self._copy = parts.copier.start(self._tiles, self._pieces, pages, self._stream, sums=parts.verify)
+            self._copy = parts.copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=parts.verify)
             self._judging.copy = self._copy
 
     def drop(self, reason: str) -> None:
@@ -122,10 +122,10 @@ class Reading:
         self._mover.move(tile, slot, lambda results: self._on_read(tile, slot, results))
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result]) -> None:
-        bad = bad_pieces(self._parts, self._tiles, self._pieces, tile, results)
+        bad = bad_pieces(self._parts.lanes, self._tiles, self._work.pieces, tile, results)
         if bad:
             error = next((result.error for result in results if result.error), 0)
-            block = int(self._pieces.table[bad, 1].min())
+            block = int(self._work.pieces.table[bad, 1].min())
             self._restore.note_bad(block, f"read failed (errno {error})")
         try:
             event = self._scatter(tile, slot, bad)
