@@ -267,8 +267,8 @@ MUTATIONS = (
     mutation(
         "a reset returns before it is on the disk",
         "io/manifestdb.py",
-        "            return self._transact(steps) and self._checkpoint()",
-        "            return self._transact(steps)",
+        "return self._transact([manifestrows.dropping_below(scope_limit)]) and self._checkpoint()",
+        "return self._transact([manifestrows.dropping_below(scope_limit)])",
         f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
     ),
     mutation(
