@@ -41,7 +41,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
 NIGHTLY = bool(os.environ.get("FLATCAKE_NIGHTLY"))
 KILLS = 1000 if NIGHTLY else 20
 

@@ -37,8 +37,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 
 @pytest.fixture
 def memory() -> Memory:
@@ -472,6 +470,7 @@ def test_reset_ends_what_is_under_way_and_forgets_everything(memory: Memory, med
         assert restore(store, memory, tokens).blocks == 4
 
 
+@pytest.mark.leaves("stores")  # Its transfers return after the pump has ended.
 def test_close_ends_every_handle_and_may_be_called_twice(memory: Memory) -> None:
     store = make_store(memory, make_config(memory, io={"restores_max": 1}, timeouts={"close_ns": 200 * MS}))
     ssd, tokens = memory_engine(store, Medium.SSD), make_tokens("a", 4)
@@ -507,6 +506,7 @@ def test_close_ends_every_handle_and_may_be_called_twice(memory: Memory) -> None
             call()
 
 
+@pytest.mark.leaves("stores")  # Its pump is stuck until after the close.
 def test_close_ends_every_handle_even_when_the_pump_is_stuck(memory: Memory) -> None:
     store = make_store(memory, make_config(memory, timeouts={"close_ns": 50 * MS}))
     tokens, gate = make_tokens("a", 4), threading.Event()
@@ -551,6 +551,8 @@ def race_with_close(memory: Memory) -> list[bool]:
                 ended.append(handle.result(WAIT_S) is not None and handle.reusable(WAIT_S))
         except ClosedError:
             ended.append(True)
+        finally:
+            lease.close()
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -563,6 +565,7 @@ def race_with_close(memory: Memory) -> list[bool]:
     return ended
 
 
+@pytest.mark.leaves("stores")  # A save that begins while its store closes is abandoned with its plan.
 def test_calls_that_race_with_close_end(memory: Memory) -> None:
     for _ in range(20):
         ended = race_with_close(memory)

@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -32,8 +31,6 @@ from tests.stores import (
     memory_engine,
     simple_layout,
 )
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
 
 NIGHTLY = "FLATCAKE_NIGHTLY" in os.environ
 PLACES = 24

@@ -38,8 +38,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 FIRST_PAGE = 32
 """Pages below are those that `save` stamps; the engine's free pages begin here."""
 
