@@ -185,9 +185,9 @@ class Catalog:
             if plan.first_bad_block is not None:  # Deleted meanwhile, or reset, or late.
                 rows = []
             numbers = [self.space.manifest.commit_turn(row, generation) for row in rows]
-        with self._lock:
-            plan.committed = [number for number in numbers if number]
-            return self._end(plan)
+            with self._lock:  # A deletion that waits drops these rows as well.
+                plan.committed = [number for number in numbers if number]
+                return self._end(plan)
 
     def expire(self, now_ns: int) -> list[Outcome]:
         """Drop leases that are past their deadline and what was unused for too long; fail plans whose ranks are late.

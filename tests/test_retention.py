@@ -188,6 +188,43 @@ def test_a_deletion_waits_for_the_commit_and_takes_its_row_along() -> None:
     catalog.check()
 
 
+def test_a_row_that_was_committed_meanwhile_is_gone_when_a_deletion_returns() -> None:
+    class DeletionNext:
+        """A lock that lets the thread which reports go on, once it lets go, when the deletion is over."""
+
+        def __enter__(self) -> None:
+            committing.acquire()
+
+        def __exit__(self, *raised: object) -> None:
+            committing.release()
+            if threading.current_thread() is reporting:
+                assert deleted.wait(30)
+
+    def delete() -> None:
+        catalog.retention.delete_session("a")
+        left.append(dict(manifest.rows))
+        deleted.set()
+
+    catalog, manifest = kept_catalog()
+    committing, deleted, left = threading.Lock(), threading.Event(), list[dict[int, bytes]]()
+    plan = begin(catalog, "a", make_keys("a", 4))
+    reporting = threading.Thread(target=lambda: report(catalog, plan))
+    deleting = threading.Thread(target=delete)
+
+    def delete_first(row: TurnRow) -> None:
+        deleting.start()
+        while plan_is_good(catalog, plan):
+            pass
+
+    manifest.before_commit = delete_first
+    catalog.retention.committing = DeletionNext()  # type: ignore[assignment]
+    reporting.start()
+    for thread in (reporting, deleting):
+        thread.join(30)
+    assert left == [{}], "a crash from here on would bring it back"
+    catalog.check()
+
+
 def plan_is_good(catalog: Catalog, plan: Plan) -> bool:
     return catalog._ledger.plans[plan.plan_id].first_bad_block is None
 

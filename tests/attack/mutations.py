@@ -240,14 +240,13 @@ MUTATIONS = (
         "a turn is committed after it is visible",
         "catalog.py",
         "            numbers = [self.space.manifest.commit_turn(row, generation) for row in rows]\n"
-        "        with self._lock:\n"
-        "            plan.committed = [number for number in numbers if number]\n"
-        "            return self._end(plan)",
-        "            pass\n"
-        "        with self._lock:\n"
-        "            found = self._end(plan)\n"
-        "        plan.committed = [self.space.manifest.commit_turn(row, generation) for row in rows]\n"
-        "        return found",
+        "            with self._lock:  # A deletion that waits drops these rows as well.\n"
+        "                plan.committed = [number for number in numbers if number]\n"
+        "                return self._end(plan)",
+        "            with self._lock:\n"
+        "                found = self._end(plan)\n"
+        "            plan.committed = [self.space.manifest.commit_turn(row, generation) for row in rows]\n"
+        "            return found",
         "tests/test_reopen.py::test_a_turn_is_committed_before_it_is_visible_and_without_the_lock",
     ),
     mutation(
