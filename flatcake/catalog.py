@@ -205,6 +205,12 @@ class Catalog:
             self.retention.expire(now_ns)
             return [p.outcome() for p in late]
 
+    def fail_all(self, reason: str) -> None:
+        """Fail every open plan: no save of them is published, and what is being committed now is dropped again."""
+        with self._lock:
+            for plan in self._ledger.plans.values():
+                plan.note_failure(plan.first_block, reason)
+
     def reset(self) -> int:
         """Withdraw everything, on every medium, at once; open plans fail, no save is published.  Returns blocks.
 
@@ -213,12 +219,10 @@ class Catalog:
         """
         with self._lock:
             self.release_number += 1
-            for plan in self._ledger.plans.values():
-                plan.note_failure(plan.first_block, "reset")
-            blocks = len(self.space.index)
+            self.fail_all("reset")
+            blocks, scope_limit = len(self.space.index), self.space.scopes.next_id
             for scope in self.space.scopes:
                 self.space.withdraw(scope)
-            scope_limit = self.space.scopes.next_id
         if not self.space.manifest.reset(scope_limit):
             raise OwnershipError("reset: the manifest could not be emptied; remove the store's files before a restart")
         return blocks

@@ -26,7 +26,6 @@ from flatcake.units import MS
 
 TICK_NS = 250 * MS
 """How often expired leases and late plans are looked for."""
-_NEVER_NS = 1 << 62
 
 
 class Store:
@@ -263,7 +262,7 @@ class Store:
         if self.keeper is None or not self.keeper.is_abandoned:
             return is_clean
         self._saves.end_all("closed")
-        self.catalog.expire(_NEVER_NS)  # What is being committed now is dropped again.
+        self.catalog.fail_all("closed")
         return False
 
     def __enter__(self) -> "Store":

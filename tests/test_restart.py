@@ -21,6 +21,7 @@ from flatcake.gva import Medium
 from flatcake.io.dramdump import DUMP
 from flatcake.io.manifestdb import MANIFEST
 from flatcake.store import Store
+from flatcake.units import SECOND
 from tests import restart_worker
 from tests.fakes import FaultyFiles
 from tests.io.test_manifestdb import Steps, full
@@ -789,9 +790,10 @@ def test_a_session_must_be_text(memory: Memory, home: Path) -> None:
         store.save(7, make_tokens("a", 2), np.arange(4))  # type: ignore[arg-type]
 
 
-def test_close_ends_in_time_while_a_commit_hangs_and_lets_go_later(memory: Memory, home: Path) -> None:
+@pytest.mark.parametrize("ttl_ns", [0, 24 * 3600 * SECOND])
+def test_close_ends_in_time_while_a_commit_hangs_and_lets_go_later(memory: Memory, home: Path, ttl_ns: int) -> None:
     files, reached, go = Steps(), threading.Event(), threading.Event()
-    store = opened(memory, home, files=files, timeouts={"close_ns": 200_000_000})
+    store = opened(memory, home, files=files, timeouts={"close_ns": 200_000_000}, retention={"ttl_ns": ttl_ns})
     fill(store, memory, sessions=2)
 
     def hang(statement: str) -> None:
