@@ -116,7 +116,11 @@ class Keeper:
             self.give_up(0)
             return False
         rows, carried = self._dump_dram(end_ns)
-        return self.manifest.close(rows, self._used(), carried, clean=self._sync_pool())
+        clean, find = self._sync_pool(), self._catalog.space.scopes.find
+        with self._catalog.retention.committing:  # A deletion has been by now, or is told that it comes too late.
+            rows = [row for row in rows if find(row.scope_id) is not None]
+            carried = [row for row in carried if find(row[0] >> SCOPE_SHIFT) is not None]
+            return self.manifest.close(rows, self._used(), carried, clean=clean)
 
     def give_up(self, wait_ns: int) -> None:
         """Keep nothing, and let go of the manifest: now, or as soon as nothing is stuck there."""
@@ -186,7 +190,9 @@ class Keeper:
         """
         if self._parts.arena is None:
             return [], []
-        rows, scopes = self._catalog.rows_of(Medium.DRAM), self._catalog.space.scopes
+        scopes = self._catalog.space.scopes
+        found = [(row, scopes.find(row.scope_id)) for row in self._catalog.rows_of(Medium.DRAM)]
+        rows = [row for row, scope in found if scope is not None]  # Else it was deleted meanwhile, or has expired.
         foreign = [scope for scope in scopes.foreign if scope.medium is Medium.DRAM]
         self._remove_dump()
         if not rows and not foreign:
@@ -200,7 +206,8 @@ class Keeper:
             self._parts.written_bytes[Medium.SSD] += size_bytes if may else 0
             return may
 
-        groups = [self._spans(scope) for scope in (*(scopes.get(row.scope_id) for row in rows), *foreign)]
+        own = [scope for _, scope in found if scope is not None]
+        groups = [self._spans(scope) for scope in (*own, *foreign)]
         path = f"{self._home}/{DUMP}"
         done = attempt(write_dump, self._files, path, self._parts.arena.array, groups, go_on) or 0
         self._counts["DRAM scopes not kept at close"] += len(groups) - done

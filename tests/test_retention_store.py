@@ -1,7 +1,7 @@
 """Retention as a user of the store sees it: deletes under running restores, time to live and budgets over restarts."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,38 @@ def test_a_deletion_that_cannot_be_written_down_says_so(memory: Memory, home: Pa
         left = crashed(home)
     with opened(memory, left) as store:
         assert blocks(store, "a") == [0]
+
+
+class Meeting(Wall):
+    """Files that let something happen in the middle of a close."""
+
+    call = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Callable[[], object] = lambda: None
+
+    def _enter(self, call: str) -> None:
+        if call == self.call:
+            self.call = ""
+            self.then()
+        super()._enter(call)
+
+
+@pytest.mark.parametrize("call", ["remove", "create_file", "sync"])
+def test_a_session_that_is_deleted_during_a_close_does_not_come_back(memory: Memory, home: Path, call: str) -> None:
+    files = Meeting()
+    store = opened(memory, home, files=files)
+    for name, turn in (("a", CHAT), ("b", CHAT), ("c", TURNS[Medium.SSD])):
+        save(store, memory, name, make_tokens(name, 4), turn)
+    deleted: list[int] = []
+    files.call, files.then = call, lambda: deleted.append(store.catalog.retention.delete_session("a"))
+    assert store.close() and deleted == [4]
+    with pytest.raises(OwnershipError, match="not on the disk"):
+        store.catalog.retention.delete_session("b")  # Too late, and it says so.
+    with opened(memory, home) as store:
+        assert blocks(store, "a", "b", "c") == [0, 4, 4]
+        check(store)
 
 
 def test_sessions_are_deleted_while_others_are_saved_and_restored(memory: Memory, home: Path) -> None:

@@ -280,8 +280,8 @@ MUTATIONS = (
     mutation(
         "a close leaves the data out",
         "keeper.py",
-        "clean=self._sync_pool()",
-        "clean=True",
+        "clean, find = self._sync_pool(), ",
+        "clean, find = True, ",
         f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
     ),
     mutation(
