@@ -112,8 +112,14 @@ class ArenaEngine:
         if copied is None:
             refuse(batch, errno.ECANCELED, done)
             return
-        self._device.wait(stream, copied[1])
-        answer(done, copied[0])
+        results, event = copied
+        try:
+            if not isinstance(event, DoneEvent):
+                self._device.wait(stream, event)
+        except RuntimeError as error:
+            log.error("a stream cannot wait for copies of the DRAM arena: %s", error)
+            results = [Result(0, errno.EIO) for _ in batch]
+        answer(done, results)
 
     def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
         """Queue copies to the arena; `done` comes when they have been made."""
@@ -169,7 +175,14 @@ class ArenaEngine:
             return results, self._device.record(stream)
         except RuntimeError as error:  # A device that has failed; its error stays until the process ends.
             log.error("copies of %d ranges of the DRAM arena failed: %s", len(batch), error)
-            return [Result(0, errno.EIO) for _ in batch], DoneEvent()
+            return [Result(0, errno.EIO) for _ in batch], self._end_of(stream)
+
+    def _end_of(self, stream: Stream) -> Event:
+        """The end of what was queued before a failure, which still uses the buffer."""
+        try:
+            return self._device.record(stream)
+        except RuntimeError:  # Nothing runs there any more.
+            return DoneEvent()
 
 
 def _pinned_spans(start: int, end: int) -> Iterable[tuple[int, int]]:

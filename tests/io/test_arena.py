@@ -9,11 +9,11 @@ import torch
 from flatcake.clock import MonotonicClock
 from flatcake.errors import CapacityError
 from flatcake.io.arena import Arena, ArenaEngine
-from flatcake.io.device import PIN_CHUNK_BYTES, CpuDevice, Device, cuda_is_available, open_device
+from flatcake.io.device import PIN_CHUNK_BYTES, CpuDevice, Device, Event, Stream, cuda_is_available, open_device
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
-from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, host_buffer, when
+from tests.fakes import FakeCuda, FakeEvent, FaultyFiles, gpu_buffer, host_buffer, when
 from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, fill, whole
 
 SIZE = 72 * PAGE
@@ -95,6 +95,53 @@ def test_failing_device_is_a_result(verb: str) -> None:
     getattr(engine, verb)(BATCH, gpu_buffer(3 * PAGE), device.new_stream(), answer)
     assert answer.calls == [[Result(0, errno.EIO)] * 2]
     assert engine.close(0)
+
+
+class Failing(FakeCuda):
+    """A GPU that refuses a copy after others were queued, and knows its own events only."""
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        if self.copies:
+            raise RuntimeError("invalid argument")
+        super().copy(target, source, size_bytes, stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        super().wait(stream, event)
+
+
+def test_what_was_queued_before_a_failure_still_holds_the_buffer() -> None:
+    device = Failing(manual=True)
+    engine, stream, came = ArenaEngine(Arena(Files(), device, SIZE), device, when), device.new_stream(), Answer()
+    engine.read(BATCH, gpu_buffer(3 * PAGE), stream, came)
+    assert came.calls == [[Result(0, errno.EIO)] * 2]
+    after = device.record(stream)
+    stream.run()
+    assert not after.done() and not engine.close(0), "a copy to the buffer is under way"
+    device.run()
+    assert after.done() and engine.close(0)
+    device, wrote = Failing(manual=True), Answer()
+    engine = ArenaEngine(Arena(Files(), device, SIZE), device, when)
+    engine.write(BATCH, gpu_buffer(3 * PAGE), device.new_stream(), wrote)
+    assert not wrote.calls and not engine.close(0), "a copy from the buffer is under way"
+    device.run()
+    assert wrote.calls == [[Result(0, errno.EIO)] * 2] and engine.close(0)
+
+
+class Dead(Failing):
+    """A GPU that does nothing any more."""
+
+    def record(self, stream: Stream) -> Event:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_dead_device_is_a_result(verb: str) -> None:
+    device, answer = Dead(), Answer()
+    device.copies = 1
+    engine = ArenaEngine(Arena(Files(), device, SIZE), device, when)
+    getattr(engine, verb)(BATCH, gpu_buffer(3 * PAGE), device.new_stream(), answer)
+    assert answer.calls == [[Result(0, errno.EIO)] * 2] and engine.close(0)
 
 
 def test_write_beyond_the_end_changes_nothing_there() -> None:
