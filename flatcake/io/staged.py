@@ -135,7 +135,6 @@ class StagedEngine:
         self._inner.read(chunk.transfers, buffer, None, partial(self._on_read, chunk, buffer))
 
     def _on_read(self, chunk: Chunk, buffer: Buffer, results: list[Result]) -> None:
-        self._enter_thread()
         slot, ring = chunk.slot.address, buffer.address
         copies = [(slot + at, ring + start, size) for at, start, size in chunk.copies(results)]
         event = self._copy(copies, self._upwards)
@@ -143,7 +142,6 @@ class StagedEngine:
         self._reads.give_back(buffer, *([event] if event else []))
 
     def _write(self, chunk: Chunk, buffer: Buffer) -> None:
-        self._enter_thread()
         slot, ring = chunk.slot.address, buffer.address
         copies = [(ring + start, slot + at, size) for at, start, size in chunk.copies()]
         event = self._copy(copies, self._downwards)
@@ -170,6 +168,7 @@ class StagedEngine:
     def _copy(self, copies: Sequence[Copy], stream: Stream) -> Event | None:
         """Queue copies, each (target, source, bytes); None when the device refuses."""
         try:
+            self._enter_thread()
             for target, source, size_bytes in copies:
                 self._device.copy(target, source, size_bytes, stream)
             return self._device.record(stream)

@@ -171,6 +171,19 @@ def test_failing_device_is_a_result_and_buffer_comes_back(verb: str) -> None:
     assert at.engine.close(0)
 
 
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_device_that_lets_no_thread_in_is_a_result(verb: str) -> None:
+    class Shut(FakeCuda):
+        def enter_thread(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    device, answer = Shut(), Answer()
+    engine = StagedEngine(MemoryEngine(2, FILE_BYTES), device, Files(), RingSize(8 * PAGE, 1, 1), when)
+    getattr(engine, verb)(BATCH, gpu_buffer(8 * PAGE), device.new_stream(), answer)
+    assert answer.calls == [[Result(0, errno.EIO)] * 3]
+    assert engine.close(0)
+
+
 def test_close_cancels_what_waits_and_keeps_buffers_that_are_in_use() -> None:
     at = Setup()
     hangs, waits = Answer(), Answer()
