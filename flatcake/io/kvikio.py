@@ -82,13 +82,14 @@ class KvikioEngine:
         """Finish what was submitted, close the files.
 
         Returns:
-            Whether nothing is in flight; otherwise the files stay open; call again later.
+            Whether nothing is in flight; otherwise the files stay open.  Call again later, watched or not.
         """
         until_ns = time.monotonic_ns() + wait_ns
         with self._lock:
             self._closed = True
         while (is_busy := self._is_busy()) and time.monotonic_ns() < until_ns:
             time.sleep(_LOOK_S)
+            self._answer_ready()  # Whoever watches may be gone by now.
         if not is_busy:
             self._close_files()
         return not is_busy
@@ -114,7 +115,7 @@ class KvikioEngine:
         if closed:
             refuse(batch, errno.ECANCELED, done)
         elif not is_watched:
-            self._when(_News(self._pending), self._reap)
+            self._when(_News(self._pending, self._lock), self._reap)
 
     def _start(self, verb: str, transfer: Transfer, buffer: Buffer) -> "_Part":
         file, offset_bytes, size_bytes, buffer_offset = transfer
@@ -131,6 +132,13 @@ class KvikioEngine:
 
     def _reap(self) -> None:
         """Answer the batches that are done, and watch for the next."""
+        self._answer_ready()
+        with self._lock:
+            more = self._is_watched = bool(self._pending)
+        if more:
+            self._when(_News(self._pending, self._lock), self._reap)
+
+    def _answer_ready(self) -> None:
         ready, pending = [], self._pending
         with self._lock:
             while pending and pending[0].is_done():
@@ -140,15 +148,12 @@ class KvikioEngine:
                 for each in ready:
                     pending.remove(each)
             self._answering += len(ready)
-            more = self._is_watched = bool(pending)
         for each in ready:
             results, done = [_result(part) for part in each.parts], each.done
             each.parts.clear()  # Lets go of the buffer before the caller has it back.
             answer(done, results)
         with self._lock:
             self._answering -= len(ready)
-        if more:
-            self._when(_News(pending), self._reap)
 
     def _close_files(self) -> None:
         files, self._files = self._files, []
@@ -180,16 +185,20 @@ class _Pending:
 
 
 class _News:
-    """Reached when some batch is done.  They end roughly in order, so mostly the oldest alone is asked."""
+    """Reached when some batch is done, or none is left.
 
-    def __init__(self, pending: deque[_Pending]) -> None:
-        self._pending = pending
+    They end roughly in order, so mostly the oldest alone is asked.
+    """
+
+    def __init__(self, pending: deque[_Pending], lock: threading.Lock) -> None:
+        self._pending, self._lock = pending, lock
         self._asked = 0
 
     def done(self) -> bool:
         self._asked += 1
-        count = len(self._pending) if self._asked % _SWEEP == 0 else 1
-        return any(self._pending[number].is_done() for number in range(count))
+        with self._lock:  # A future may not be asked once it has been waited for.
+            count = len(self._pending) if self._asked % _SWEEP == 0 else min(1, len(self._pending))
+            return not self._pending or any(self._pending[number].is_done() for number in range(count))
 
 
 def _is_done(future: Any) -> bool:

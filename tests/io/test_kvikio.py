@@ -131,6 +131,20 @@ def test_close_keeps_files_open_while_something_is_in_flight(paths: list[str]) -
     assert answer.calls == [whole(BATCH)] and all(file.closes == 1 for file in kvikio.files)
 
 
+def test_a_later_close_ends_what_hung_when_nobody_watches_any_more(paths: list[str]) -> None:
+    kvikio, gate = FakeKvikio(), threading.Event()
+    kvikio.gate, closed_pump = gate, list[object]()
+    engine = KvikioEngine(
+        kvikio, paths, lambda *call: closed_pump.append(call), threads=4, task_bytes=2 * PAGE, direct=True
+    )
+    answer = Answer()
+    engine.read(BATCH, host_buffer(5 * PAGE), None, answer)
+    assert not engine.close(0) and len(closed_pump) == 1
+    gate.set()
+    assert engine.close(CLOSE_NS)
+    assert answer.calls == [whole(BATCH)] and all(file.closes == 1 for file in kvikio.files)
+
+
 def test_file_that_cannot_be_opened_closes_the_others(paths: list[str]) -> None:
     kvikio, before = FakeKvikio(), threading.active_count()
     with pytest.raises(FileNotFoundError):
