@@ -72,8 +72,8 @@ class ScopeTable:
         self._by_id: dict[int, Scope] = {}
         self._by_owner: dict[tuple[str | bytes, Medium], Scope] = {}
         self._by_use: dict[Medium, SortedDict] = {medium: SortedDict() for medium in Medium}
-        self._foreign: dict[bytes | None, list[Scope]] = {}
-        """Scopes of other identities by the digest of their session's name."""
+        self._foreign: dict[bytes | None, dict[int, Scope]] = {}
+        """Scopes of other identities by the digest of their session's name, then by id."""
         self._foreign_limit = 0
         """Their places in the order of use are below this, and nobody else's is."""
         self._unheard = 0
@@ -105,12 +105,12 @@ class ScopeTable:
         """A session's scopes on all media, those of earlier runs and of other identities too."""
         digest = session_digest(session)
         owned = [self._by_owner.get((name, medium)) for name in (session, digest) for medium in Medium]
-        return [scope for scope in owned if scope is not None] + self._foreign.get(digest, [])
+        return [scope for scope in owned if scope is not None] + [*self._foreign.get(digest, {}).values()]
 
     @property
     def foreign(self) -> list[Scope]:
         """All scopes of other identities."""
-        return [scope for scopes in self._foreign.values() for scope in scopes]
+        return [scope for scopes in self._foreign.values() for scope in scopes.values()]
 
     def create(self, session: str | bytes | None, medium: Medium, now_ns: int) -> Scope:
         """Make an empty scope; `session` None makes a shared prompt's."""
@@ -139,7 +139,7 @@ class ScopeTable:
         if is_foreign:
             assert scope.order == 1 or self._foreign_limit == scope.order, "they come back before all others"
             scope.is_foreign, scope.session, self._foreign_limit = True, session, scope.order + 1
-            self._foreign.setdefault(session, []).append(scope)
+            self._foreign.setdefault(session, {})[scope_id] = scope
         return scope
 
     def recognize(self, session: str) -> None:
@@ -201,7 +201,7 @@ class ScopeTable:
         del self._by_use[scope.medium][scope.order]
         if scope.is_foreign:
             assert not isinstance(scope.session, str)
-            self._foreign[scope.session].remove(scope)
+            del self._foreign[scope.session][scope.scope_id]
             if not self._foreign[scope.session]:
                 del self._foreign[scope.session]
         elif scope.session is not None:

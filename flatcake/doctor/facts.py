@@ -1,7 +1,7 @@
 """What `flatcake doctor` finds out: plain values, None where something could not be found out.
 
-Pure.  `doctor_machine`, `doctor_gpu` and `doctor_measure` fill them in, `doctor_advice` judges them,
-`doctor_report` shows them.
+Pure.  `doctor.machine`, `doctor.gpu` and `doctor.measure` fill them in, `doctor.advice` judges them,
+`doctor.report` shows them.
 """
 
 from collections.abc import Callable

@@ -71,7 +71,7 @@ class KvikioEngine:
         self._is_watched = False
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
-        """Start reading; see `Engine.read`.  Transfers below kvikio's 16 KiB threshold are done before it returns."""
+        """Start reading; see `Engine.read`."""
         self._submit("pread", batch, buffer, done)
 
     def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:

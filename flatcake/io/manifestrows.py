@@ -68,7 +68,5 @@ def trimming(database: sqlite3.Connection, bad: Mapping[int, Flags], origin: byt
     for number, flags in bad.items():
         row = database.execute("SELECT body FROM turns WHERE number = ?", (number,)).fetchone()
         left = trim_row(row[0], ~flags, origin) if row and isinstance(row[0], bytes) else b""
-        steps.append(
-            ("UPDATE turns SET body = ? WHERE number = ?", (left, number)) if left else (_DROP_TURN, (number,))
-        )
+        steps.append((_SET_TURN, (left, number)) if left else (_DROP_TURN, (number,)))
     return steps

@@ -65,7 +65,7 @@ def piece_seeds(
 def sum_bytes(
     payload: bytes | bytearray | memoryview | npt.NDArray[Any], seeds: npt.ArrayLike, *, first_word: int = 0
 ) -> Sums:
-    """Sum the mixed words of one part (or of a payload without gaps) of each piece: the kernels' CPU twin.
+    """Sum the mixed words of one part (or of a payload without gaps) of each piece, as the kernels do.
 
     Args:
         payload: One piece as bytes or a 1-D array, or n pieces as a 2-D array [n, elements]; rows may be strided.

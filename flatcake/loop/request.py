@@ -1,6 +1,6 @@
 """What an engine tells the loop: its requests, where its pages come from, and how long things may take.
 
-Values and a protocol; nothing here acts.  `loop` does, and hands a `loop_ready.Ready` back for each request.
+Values and a protocol; nothing here acts.  `loop` does, and hands a `loop.ready.Ready` back for each request.
 """
 
 from collections.abc import Sequence
