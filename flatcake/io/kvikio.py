@@ -87,9 +87,10 @@ class KvikioEngine:
         until_ns = time.monotonic_ns() + wait_ns
         with self._lock:
             self._closed = True
+        self._answer_ready()  # Whoever watched may be gone by now.
         while (is_busy := self._is_busy()) and time.monotonic_ns() < until_ns:
             time.sleep(_LOOK_S)
-            self._answer_ready()  # Whoever watches may be gone by now.
+            self._answer_ready()
         if not is_busy:
             self._close_files()
         return not is_busy

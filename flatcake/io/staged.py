@@ -93,13 +93,16 @@ class StagedEngine:
         """
         until_ns, rings = time.monotonic_ns() + wait_ns, (self._reads, self._writes)
         with self._lock:
-            self._closed = True
-        while not (is_idle := all(ring.is_idle() for ring in rings)) and time.monotonic_ns() < until_ns:
+            is_later, self._closed = self._closed, True
+        if is_later:  # What hung ends there, though whoever watched it may be gone by now.
+            self._inner.close(wait_ns)
+        while not all(ring.is_idle() for ring in rings) and time.monotonic_ns() < until_ns:
             time.sleep(_LOOK_S)
         for ring in rings:
             for chunk in ring.drop():
                 chunk.end([Result(0, errno.ECANCELED)] * len(chunk.transfers))
-        is_idle = self._inner.close(max(0, until_ns - time.monotonic_ns())) and is_idle
+        is_idle = self._inner.close(max(0, until_ns - time.monotonic_ns()))
+        is_idle = all(ring.is_idle() for ring in rings) and is_idle
         with self._lock:
             unpin, self.pinned = is_idle and self.pinned, self.pinned and not is_idle
         if unpin:

@@ -1,6 +1,7 @@
 """The staged engine: the contract over posix and memory, the ring, stream order, faults, closing."""
 
 import errno
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,14 @@ from flatcake.clock import MonotonicClock
 from flatcake.errors import CapacityError
 from flatcake.io.device import cuda_is_available, open_device
 from flatcake.io.engine import Buffer, Result, Transfer
+from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.memory import Fault, MemoryEngine
 from flatcake.io.posix import PosixEngine
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
 from flatcake.io.sizing import RingSize
 from flatcake.io.staged import StagedEngine
-from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, when
+from tests.fakes import FakeCuda, FakeKvikio, FaultyFiles, gpu_buffer, when
 from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, fill, read, whole, write
 
 FILE_BYTES = 72 * PAGE
@@ -199,6 +201,25 @@ def test_close_cancels_what_waits_and_keeps_buffers_that_are_in_use() -> None:
     assert not at.engine.close(0)  # Its copy is not made yet.
     at.device.run()
     assert at.engine.close(0) and not at.device.pinned
+
+
+def test_a_later_close_ends_what_hung_when_nobody_watches_any_more(tmp_path: Path) -> None:
+    kvikio, gate, device, hangs, waits = FakeKvikio(), threading.Event(), FakeCuda(), Answer(), Answer()
+    path, closed_pump = tmp_path / "file", list[object]()
+    path.write_bytes(bytes(FILE_BYTES))
+
+    def watch(*call: object) -> None:
+        closed_pump.append(call)
+
+    inner = KvikioEngine(kvikio, [str(path)], watch, threads=4, task_bytes=PAGE, direct=True)
+    engine = StagedEngine(inner, device, Files(), RingSize(2 * PAGE, 1, 1), when)
+    kvikio.gate, batch, buffer = gate, [Transfer(0, 0, 2 * PAGE, 0)], gpu_buffer(2 * PAGE)
+    engine.read(batch, buffer, device.new_stream(), hangs)
+    engine.read(batch, buffer, device.new_stream(), waits)
+    assert not engine.close(0) and not hangs.calls
+    assert waits.calls == [[Result(0, errno.ECANCELED)]] and device.pinned and closed_pump
+    gate.set()
+    assert engine.close(CLOSE_NS) and hangs.calls == [whole(batch)] and not device.pinned
 
 
 def test_memory_that_is_not_to_be_had_or_pinned() -> None:
