@@ -284,12 +284,12 @@ class Store:
         self.plane.parts.pump.at(self._clock.now_ns() + TICK_NS, self._tick)
 
     def _tick(self) -> None:
+        if not self._is_closed:  # Before anything that may fail.
+            self._arm_tick()
         for outcome in self.catalog.expire(self._clock.now_ns()):
             self._saves.settle(outcome)
         if self.keeper is not None:
             self.keeper.tick()
-        if not self._is_closed:
-            self._arm_tick()
 
     def _require_open(self, session: str = "") -> None:
         if self._is_closed:

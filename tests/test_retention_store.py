@@ -280,6 +280,17 @@ def test_an_unused_session_goes_with_the_next_tick_and_its_rows_too(memory: Memo
         assert blocks(store, "a", "b", "used") == [0, 0, 4]
 
 
+def test_a_tick_that_fails_is_not_the_last(memory: Memory) -> None:
+    clock = ManualClock()
+    with make_store(memory, make_config(memory, retention={"ttl_ns": TTL_NS}), clock=clock) as store:
+        save(store, memory, "a", make_tokens("a", 4))
+        expire, store.catalog.expire = store.catalog.expire, lambda now_ns: [][0]  # type: ignore[method-assign]
+        tick(store, clock)
+        store.catalog.expire = expire  # type: ignore[method-assign]
+        tick(store, clock, TTL_NS + SECOND)
+        assert blocks(store, "a") == [0]
+
+
 @pytest.mark.parametrize("how", ["close", "crash"])
 def test_time_to_live_goes_on_while_the_store_is_closed(memory: Memory, home: Path, how: str) -> None:
     files, clock = Wall(), ManualClock()

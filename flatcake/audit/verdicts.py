@@ -58,11 +58,11 @@ class Verdicts:
             self._known.append(verdict)
         number = self._known.index(verdict)
         assert number < 256, "an errno each: there are fewer"
-        self._numbers[blocks[~self.failed()[blocks]]] = number
+        self._numbers[blocks[~self.failed(blocks)]] = number
 
-    def failed(self) -> Flags:
+    def failed(self, blocks: slice | Int64Array = slice(None)) -> Flags:
         """bool [blocks]"""
-        flags: Flags = np.array([verdict.outcome in FAILED for verdict in self._known])[self._numbers]
+        flags: Flags = np.array([verdict.outcome in FAILED for verdict in self._known])[self._numbers[blocks]]
         return flags
 
     def failed_rows(self) -> dict[int, Flags]:
