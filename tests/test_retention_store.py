@@ -281,10 +281,13 @@ def test_an_unused_session_goes_with_the_next_tick_and_its_rows_too(memory: Memo
 
 
 def test_a_tick_that_fails_is_not_the_last(memory: Memory) -> None:
+    def fail(now_ns: int) -> Any:
+        raise RuntimeError("on purpose")
+
     clock = ManualClock()
     with make_store(memory, make_config(memory, retention={"ttl_ns": TTL_NS}), clock=clock) as store:
         save(store, memory, "a", make_tokens("a", 4))
-        expire, store.catalog.expire = store.catalog.expire, lambda now_ns: [][0]  # type: ignore[method-assign]
+        expire, store.catalog.expire = store.catalog.expire, fail  # type: ignore[method-assign]
         tick(store, clock)
         store.catalog.expire = expire  # type: ignore[method-assign]
         tick(store, clock, TTL_NS + SECOND)
