@@ -357,6 +357,10 @@ class FakeFuture:
         assert not self.gets, "kvikio's futures may be asked once"
         return not self._thread.is_alive()
 
+    def wait(self) -> None:
+        """For tests only: until it is done."""
+        self._thread.join(WAIT_S)
+
     def get(self) -> int:
         self.gets += 1
         assert self.gets == 1, "kvikio's futures may be asked once"

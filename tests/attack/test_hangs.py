@@ -1,12 +1,24 @@
 """Transfers that do not return: what waits beside them, what is lost, and that all is whole once they have."""
 
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from flatcake.clock import ManualClock
 from flatcake.gva import Medium
+from flatcake.io.device import Stream
+from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.memory import Fault
-from flatcake.units import SECOND
+from flatcake.io.restore import Restore
+from flatcake.io.seam import Files
+from flatcake.io.sizing import RingSize
+from flatcake.io.staged import StagedEngine
+from flatcake.store import Store
+from flatcake.units import MS, SECOND
+from tests.fakes import FakeCuda, FakeKvikio
+from tests.io.contract import PAGE
 from tests.stores import (
     TURNS,
     WAIT_S,
@@ -141,3 +153,68 @@ def test_close_with_hung_writes_and_reads_lets_every_waiter_go(memory: Memory) -
     ssd.let_go()
     assert store.close() and store.close()
     assert memory.is_equal(before)
+
+
+class Ringed(FakeCuda):
+    """A GPU whose copies are made at once, beside a store's host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.new_stream()
+
+    def stream_of(self, stream: object) -> Stream:
+        return stream or self.current
+
+
+def put_ring(store: Store) -> tuple[FakeKvikio, StagedEngine]:
+    """Have the SSD medium read and written through a small ring, by a kvikio that hangs when told."""
+    fence(store)
+    kvikio, parts = FakeKvikio(), store.plane.parts
+    assert parts.pool is not None and isinstance(parts.media, dict)
+    device = parts.device = Ringed()
+    parts.streams.clear()
+    inner = KvikioEngine(kvikio, parts.pool.paths, parts.pump.watch, threads=4, task_bytes=PAGE, direct=True)
+    ring = StagedEngine(inner, device, Files(), RingSize(2 * PAGE, reads=2, writes=1), parts.pump.watch)
+    parts.media[Medium.SSD] = parts.media[Medium.SSD]._replace(engine=ring)
+    return kvikio, ring
+
+
+@pytest.mark.leaves("stores")  # Its transfers return after the pump has ended.
+def test_what_hangs_behind_a_ring_costs_its_own_and_a_later_close_ends_it(memory: Memory, tmp_path: Path) -> None:
+    clock = ManualClock()
+    store = make_store(memory, make_config(memory, [tmp_path], timeouts={"close_ns": 50 * MS}), clock=clock)
+    kvikio, ring = put_ring(store)
+    for name in "abcd":
+        save(store, memory, name, make_tokens(name, 6), TURNS[Medium.SSD])
+
+    def begin() -> list[Restore]:
+        leases = [store.lease(store.match(make_tokens(name, 6))) for name in "abcd"]
+        found = [store.restore(lease, REGION * n + np.arange(REGION)) for n, lease in enumerate(leases)]
+        for lease in leases:
+            lease.close()
+        return found
+
+    gate = kvikio.gate = threading.Event()
+    stuck, late = begin(), store.save("e", make_tokens("e", 6), REGION * 8 + np.arange(REGION))
+    eventually(store, lambda: len(kvikio.futures) > 0)
+    clock.advance(1000 * SECOND)
+    eventually(store, lambda: all(handle.done() for handle in stuck))
+    assert {handle.result().reason for handle in stuck} == {"deadline"}
+    ended = late.result(WAIT_S)
+    assert ended is not None and ended.written_blocks == 0 and ended.reason
+    gate.set()
+    eventually(store, lambda: store.stats().plans == 0)
+    assert [restore(store, memory, make_tokens(name, 6)).blocks for name in "abcd"] == [6] * 4
+    check(store)
+    ring.check()
+    gate = kvikio.gate = threading.Event()
+    stuck = begin()
+    assert not store.close()
+    assert {handle.result().reason for handle in stuck} == {"closed"}
+    memory.fill(seed=7)
+    before = memory.snapshot()
+    gate.set()
+    for future in kvikio.futures:
+        future.wait()
+    assert store.close() and memory.is_equal(before)
+    assert not any(file.closes != 1 for file in kvikio.files)
