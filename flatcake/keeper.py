@@ -193,7 +193,7 @@ class Keeper:
         scopes = self._catalog.space.scopes
         found = [(row, scopes.find(row.scope_id)) for row in self._catalog.rows_of(Medium.DRAM)]
         rows = [row for row, scope in found if scope is not None]  # Else it was deleted meanwhile, or has expired.
-        foreign = [scope for scope in scopes.foreign if scope.medium is Medium.DRAM]
+        foreign = [scope for scope in scopes if scope.is_foreign and scope.medium is Medium.DRAM]
         self._remove_dump()
         if not rows and not foreign:
             return [], []

@@ -278,6 +278,25 @@ MUTATIONS = (
         f"{_ATTACK}/test_crash_states.py::test_what_a_power_failure_leaves_holds_every_promise",
     ),
     mutation(
+        "a deletion does not wait for the end of a commit",
+        "catalog.py",
+        "            with self._lock:  # A deletion that waits drops these rows as well.\n"
+        "                plan.committed = [number for number in numbers if number]\n"
+        "                return self._end(plan)",
+        "            pass\n"
+        "        with self._lock:\n"
+        "            plan.committed = [number for number in numbers if number]\n"
+        "            return self._end(plan)",
+        "tests/test_retention.py::test_a_row_that_was_committed_meanwhile_is_gone_when_a_deletion_returns",
+    ),
+    mutation(
+        "a close writes down what was deleted meanwhile",
+        "keeper.py",
+        "            rows = [row for row in rows if find(row.scope_id) is not None]\n",
+        "",
+        "tests/test_retention_store.py::test_a_session_that_is_deleted_during_a_close_does_not_come_back",
+    ),
+    mutation(
         "a close leaves the data out",
         "keeper.py",
         "clean, find = self._sync_pool(), ",
