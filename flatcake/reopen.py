@@ -21,13 +21,14 @@ from flatcake.manifest import (
     EXTENT_GENERATION,
     ROOM_BLOCKS,
     SLOT,
+    Flags,
     Stored,
     TurnRow,
     session_digest,
 )
 from flatcake.messages import BASE, BLOCKS, FIRST_SLOT, GENERATION, MEDIUM, ROOM, Int64Array
 from flatcake.prefix import prefix_of
-from flatcake.rowcheck import Flags, Rows
+from flatcake.rowcheck import Rows
 from flatcake.scopes import NEVER_NS, Scope
 from flatcake.space import Space
 from flatcake.units import SECOND

@@ -7,16 +7,22 @@ Write path:  manifest -> [rowcheck] -> reopen -> index
 import itertools
 
 import numpy as np
-import numpy.typing as npt
 
 from flatcake.gva import OFFSET_BYTES_LIMIT, Medium
 from flatcake.layout import LaneTable
-from flatcake.manifest import BASE_BYTES, COUNT, EXTENT_GENERATION, GENERATION_LIMIT, ROOM_BLOCKS, SLOT, Stored
+from flatcake.manifest import (
+    BASE_BYTES,
+    COUNT,
+    EXTENT_GENERATION,
+    GENERATION_LIMIT,
+    ROOM_BLOCKS,
+    SLOT,
+    Flags,
+    Stored,
+)
 from flatcake.messages import Int64Array
 from flatcake.space import Space
 from flatcake.units import DIRECT_BYTES
-
-Flags = npt.NDArray[np.bool_]
 
 
 class Rows:

@@ -19,7 +19,7 @@ from flatcake.io.seam import Files
 from flatcake.keys import FORMAT_VERSION
 from flatcake.units import DIRECT_BYTES
 
-_NONE = {errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO}
+NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO}
 """What opening says where there is no regular file of that name."""
 
 
@@ -95,7 +95,7 @@ def _size_bytes(files: Files, path: str) -> int | None:
     try:
         fd = files.open_reading(path, direct=False)
     except OSError as error:
-        if error.errno in _NONE:
+        if error.errno in NO_FILE:
             return None
         raise
     try:

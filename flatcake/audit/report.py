@@ -97,6 +97,11 @@ def session_label(session: str | None) -> str:
     return session[:12] if session is not None else "-"
 
 
+def kind_label(session: str | None) -> str:
+    """Whose a scope is."""
+    return "shared" if session is None else "session"
+
+
 def _facts(store: StoreFacts) -> Iterator[tuple[str, str]]:
     first, rows = store.homes[0], store.rows
     yield "directory", first.path
@@ -153,7 +158,7 @@ def _scope_row(scope: ScopeFacts) -> _Row:
     first, last = scope.generation_min, scope.generation_max
     return (
         str(scope.scope_id),
-        _kind(scope),
+        kind_label(scope.session),
         session_label(scope.session),
         scope.medium.name,
         str(scope.turns),
@@ -165,10 +170,6 @@ def _scope_row(scope: ScopeFacts) -> _Row:
         str(first) if first == last else f"{first}+{last - first}",
         str(scope.use) if scope.use is not None else "-",
     )
-
-
-def _kind(scope: ScopeFacts) -> str:
-    return "shared" if scope.session is None else "session"
 
 
 def _directory(home: HomeFacts) -> dict[str, object]:
@@ -214,4 +215,4 @@ def _medium(medium: MediumFacts) -> dict[str, object]:
 
 
 def _scope(scope: ScopeFacts) -> dict[str, object]:
-    return {**asdict(scope), "kind": _kind(scope), "medium": scope.medium.name.lower()}
+    return {**asdict(scope), "kind": kind_label(scope.session), "medium": scope.medium.name.lower()}

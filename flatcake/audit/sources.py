@@ -4,14 +4,13 @@ Past the page cache where the filesystem allows it.  A file that is not there is
 is unreadable.
 """
 
-import errno
 from collections.abc import Sequence
 
 import numpy as np
 
 from flatcake.about import About
 from flatcake.audit.facts import HomeFacts
-from flatcake.audit.home import pool_name
+from flatcake.audit.home import NO_FILE, pool_name
 from flatcake.gva import Medium
 from flatcake.io.dramdump import DUMP
 from flatcake.io.pooldir import attempt, explained
@@ -20,7 +19,6 @@ from flatcake.manifest import Flags
 from flatcake.messages import BASE, MEDIUM, Int64Array
 
 _NONE = -1
-_MISSING = {errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO}
 
 
 class Sources:
@@ -72,12 +70,12 @@ class Sources:
         try:
             return self._files.open_reading(path, direct=True)
         except OSError as error:
-            if error.errno not in _MISSING:
+            if error.errno not in NO_FILE:
                 raise
         try:
             fd = self._files.open_reading(path, direct=False)
         except OSError as error:
-            if error.errno not in _MISSING:
+            if error.errno not in NO_FILE:
                 raise
             return _NONE
         self.is_direct = False

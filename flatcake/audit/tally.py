@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flatcake.audit.report import columns, session_label
+from flatcake.audit.report import columns, kind_label, session_label
 from flatcake.audit.verdicts import FAILED, Outcome, Verdict
 from flatcake.gva import Medium
 from flatcake.units import SECOND, format_bytes
@@ -75,7 +75,7 @@ def as_mapping(store: Verified) -> dict[str, object]:
         "scopes": [
             {
                 "scope_id": scope.scope_id,
-                "kind": _kind(scope),
+                "kind": kind_label(scope.session),
                 "session": scope.session,
                 "medium": scope.medium.name.lower(),
                 **_outcomes(scope.counts),
@@ -116,7 +116,7 @@ def _row(scope: ScopeTally) -> tuple[str, ...]:
     reasons = "; ".join(f"{count} {verdict.reason}" for verdict, count in scope.counts.items() if verdict.reason)
     return (
         str(scope.scope_id),
-        _kind(scope),
+        kind_label(scope.session),
         session_label(scope.session),
         scope.medium.name,
         str(sum(scope.counts.values())),
@@ -139,7 +139,3 @@ def _by_outcome(counts: Mapping[Verdict, int]) -> Counter[Outcome]:
     for verdict, count in counts.items():
         found[verdict.outcome] += count
     return found
-
-
-def _kind(scope: ScopeTally) -> str:
-    return "shared" if scope.session is None else "session"
