@@ -49,6 +49,9 @@ class Keeper:
         self._is_closed = False
         self.is_abandoned = False
         """Closed while a commit was stuck: whoever gets it unstuck closes the manifest."""
+        self._has_scribe_ended = False
+        self._ending = threading.Lock()
+        """Of the two above: whoever comes second sees what the first has said."""
         self._settling = threading.Lock()
 
     def reopen(self) -> None:
@@ -124,8 +127,9 @@ class Keeper:
 
     def give_up(self, wait_ns: int) -> None:
         """Keep nothing, and let go of the manifest: now, or as soon as nothing is stuck there."""
-        self.is_abandoned = True
-        if self._scribe.close(wait_ns):
+        with self._ending:
+            self.is_abandoned, has_ended = True, self._has_scribe_ended
+        if self._scribe.close(wait_ns) or has_ended:
             self.manifest.close()
 
     def counts(self) -> Counter[str]:
@@ -137,6 +141,8 @@ class Keeper:
         self.manifest.check()
 
     def _on_scribe_end(self) -> None:
+        with self._ending:
+            self._has_scribe_ended = True
         if self.is_abandoned:
             self.manifest.settle()
             self.manifest.close()

@@ -821,6 +821,19 @@ def test_close_ends_in_time_while_a_commit_hangs_and_lets_go_later(memory: Memor
         assert after.match(make_tokens("late", 3)).blocks == 0, "it was said to be lost"
 
 
+@pytest.mark.leaves("stores")
+def test_a_scribe_that_ends_while_it_is_given_up_leaves_no_manifest_open(memory: Memory, home: Path) -> None:
+    store, go = opened(memory, home), threading.Event()
+    keeper = store.keeper
+    assert keeper is not None
+    keeper.post(lambda: go.wait(WAIT_S))
+    keeper._on_scribe_end()  # Its thread has looked, and is not gone yet.
+    keeper.give_up(0)
+    assert keeper.manifest._database is None
+    go.set()
+    store.close()
+
+
 def test_a_second_close_touches_nothing(memory: Memory, home: Path) -> None:
     store = opened(memory, home)
     fill(store, memory)
