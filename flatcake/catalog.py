@@ -169,7 +169,7 @@ class Catalog:
             if bad is not None:
                 plan.note_failure(bad, completion.reason)
             if bad is not None and plan.kind is PlanKind.RESTORE:
-                found = slice(bad, bad + 1)
+                found = sorted({bad, *completion.damaged_blocks})
                 self.counts["blocks_dropped"] += self.space.index.withdraw(plan.keys[found], plan.gvas[found])
             if not self._is_last(plan, rank):
                 return None

@@ -78,6 +78,8 @@ class Completion:
     first_bad_block: int | None = None
     """Smallest index, in the request, of a block that failed there; None when all went well."""
     reason: str = ""
+    damaged_blocks: tuple[int, ...] = ()
+    """All blocks of a restore whose bytes are not what was saved, the first one included; nobody should try again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

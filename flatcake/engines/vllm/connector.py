@@ -104,6 +104,10 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads from DRAM are waited for layer by layer, in Python."""
         return True
 
+    def files(self) -> Files:
+        """The seam to files; tests hand in one that fails on purpose."""
+        return Files()
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
@@ -119,7 +123,7 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         identity = identity_of(self._vllm_config, engine, self._block_tokens, (hello.layout for hello in hellos))
         starts = [hello.start for hello in hellos]
         home = catalog_home(self._config, place)
-        coordinator = open_coordinator(rank_config(self._config, place), identity, starts, home)
+        coordinator = open_coordinator(rank_config(self._config, place), identity, starts, home, files=self.files())
         sched = fit_window(
             starts[0].window_slots,
             starts[0].slot_bytes,
@@ -184,7 +188,7 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
             block_count=self._kv_cache_config.num_blocks,
         )
         geometry = views.kv.geometry(self._block_tokens)
-        plane = open_dataplane(config, geometry, views.kv, clock=clock, files=Files(), epoch=clock.now_ns())
+        plane = open_dataplane(config, geometry, views.kv, clock=clock, files=self.files(), epoch=clock.now_ns())
         layout = layout_text(vllm.__version__, self._vllm_config, kv_caches)
         self._worker = WorkerSide(plane, views, config, clock, layout)
 
