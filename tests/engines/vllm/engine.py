@@ -9,7 +9,11 @@ from typing import Any
 BLOCK = 32
 """vLLM's CPU backend takes multiples of this."""
 LOGPROB_DIFF_MAX = 2e-3
-QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENVIRONMENT = {
+    **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},  # Threads that spin at barriers cost more.
+}
 SIZES = {"ssd_bytes_max": "128MiB", "pool_file_bytes": "32MiB", "dram_bytes_max": "32MiB", "ssd_free_bytes_min": 0}
 
 
@@ -58,6 +62,19 @@ def transfer_config(directory: str, *, is_faulty: bool = False, **extra: Any) ->
     }
 
 
+def engine_options(directory: str, **transfer: Any) -> dict[str, Any]:
+    """What `LLM` is told, beside the model."""
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "seed": 0,
+        "kv_transfer_config": transfer_config(directory, **transfer),
+    }
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a request brought."""
@@ -87,19 +104,11 @@ class Engine:
     """One `LLM` that steps when told; `side` is the scheduler's half of the connector, `work` the worker's."""
 
     def __init__(self, model: str, directory: str, *, is_faulty: bool = False, extra: Any = None, **changes: Any):
-        os.environ.update(QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         from vllm import LLM
 
-        options: dict[str, Any] = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 2048,
-            "block_size": BLOCK,
-            "max_num_seqs": 8,
-            "seed": 0,
-            "distributed_executor_backend": "uni",
-            "kv_transfer_config": transfer_config(directory, is_faulty=is_faulty, **(extra or {})),
-        }
+        options = engine_options(directory, is_faulty=is_faulty, **(extra or {}))
+        options["distributed_executor_backend"] = "uni"
         self.llm = LLM(model=model, **(options | changes))
         self.core = self.llm.llm_engine.engine_core.engine_core
         self._references = 0

@@ -6,13 +6,24 @@ One prints what it saw as JSON in its last line; it asserts by itself what it ca
 import errno
 import json
 import os
+import sqlite3
 import sys
 import threading
 import time
 from typing import Any
 
 from flatcake.gva import Medium
-from tests.engines.vllm.engine import BLOCK, Answer, Ask, Engine, make_model, pool_files, words
+from tests.engines.vllm.engine import (
+    BLOCK,
+    ENVIRONMENT,
+    Answer,
+    Ask,
+    Engine,
+    engine_options,
+    make_model,
+    pool_files,
+    words,
+)
 from tests.engines.vllm.faulty import FaultyConnector
 
 Report = dict[str, Any]
@@ -195,16 +206,112 @@ def held(path: str, directory: str) -> Report:
     return {"sched": stats}
 
 
+def parallel(path: str, directory: str) -> Report:
+    """Two tensor-parallel workers in processes of their own, each with its own half of every block."""
+    ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    engine = Engine(path, directory, distributed_executor_backend="mp", tensor_parallel_size=2)
+    tokens = words(31, 70)
+    engine.one(tokens, "a")
+    engine.forget()
+    tokens += words(32, 80)
+    check(engine, engine.one(tokens, "a"), tokens, 64)
+    assert stored(engine, tokens) == {Medium.SSD: 2, Medium.DRAM: 2}
+    engine.forget()
+    tokens += words(33, 40)
+    check(engine, engine.one(tokens, "a"), tokens, 128)
+    engine.forget()
+    engine.one(tokens[:65], "else")
+    check(engine, engine.one(tokens, "a"), tokens, 160)  # The step's own load, layer by layer, on both.
+
+    # One rank's bytes are damaged: neither counts.
+    ssd = words(34, 100)
+    engine.one(ssd, "b")
+    engine.forget()
+    flip_files(f"{directory}/rank-1")
+    damaged = engine.one(ssd, "b")
+    assert damaged.agrees(engine.reference(ssd))
+    engine.forget()
+    check(engine, engine.one(ssd, "b"), ssd, 96)
+    engine.assert_idle()
+    counts = dict(engine.side.coordinator.counters())
+    engine.close()
+    return {"counts": counts, "files": [str(path) for path in pool_files(directory)]}
+
+
+def crowd(path: str, directory: str) -> Report:
+    """Many requests at once in few blocks, so that vLLM preempts: twice, and the second time from the store."""
+    engine = Engine(path, directory, max_model_len=512, num_gpu_blocks_override=40, extra={"engine": {"loads_max": 2}})
+    asks = [Ask(words(50 + number, 100 + 13 * number), f"s{number}", new=40) for number in range(12)]
+    expected = [engine.reference(ask.tokens, new=40) for ask in asks]
+    engine.forget()
+    preemptions = 0
+    for rounds in range(2):
+        names = {f"{rounds} {ask.session}" for ask in asks}
+        for name, ask in zip(sorted(names), sorted(asks, key=lambda ask: ask.session), strict=True):
+            engine.llm.llm_engine.add_request(name, engine.prompt(ask), engine.params(ask))
+        found: dict[str, Answer] = {}
+        while not names <= set(found):
+            found |= step_until(engine, set())
+            running = engine.core.scheduler.requests.values()
+            preemptions = max([preemptions, *(request.num_preemptions for request in running)])
+        for ask, reference in zip(asks, expected, strict=True):
+            assert found[f"{rounds} {ask.session}"].agrees(reference), (rounds, ask.session)
+        engine.forget()
+    assert preemptions, "blocks were not scarce enough"
+    assert sum(answer.cached for answer in found.values()) >= 32 * 12
+    engine.assert_idle()
+    counts = engine.counts()
+    engine.close()
+    return {"counts": counts, "cached": [answer.cached for answer in found.values()], "preemptions": preemptions}
+
+
+def fill(path: str, directory: str, options: Report) -> Report:
+    """An engine as vLLM runs it by default, in processes of its own; to be killed when it has stored a turn."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=path, **(engine_options(directory) | options))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": words(41, 200)}], params, use_tqdm=False)
+    end_s = time.monotonic() + 60
+    while not committed(directory):
+        assert time.monotonic() < end_s, "nothing was committed"
+        threading.Event().wait(0.05)
+    sys.stdout.write("\nSTORED\n")
+    sys.stdout.flush()
+    threading.Event().wait()
+    return {}
+
+
+def committed(directory: str) -> int:
+    """Turns in the manifest."""
+    with sqlite3.connect(f"file:{directory}/catalog/manifest.db?mode=ro", uri=True, timeout=5) as database:
+        found: int = database.execute("SELECT count(*) FROM turns").fetchone()[0]
+        return found
+
+
+def again(path: str, directory: str, cached: int, options: Report) -> Report:
+    """Another process over the same directory: so many tokens of that turn are there, and they are right."""
+    engine = Engine(path, directory, **options)
+    tokens = words(41, 200)
+    check(engine, engine.one(tokens), tokens, cached)
+    engine.assert_idle()
+    counts = engine.counts()
+    engine.close()
+    return {"counts": counts}
+
+
 def step_until(engine: Engine, names: set[str]) -> dict[str, Answer]:
     """Step until these requests have ended."""
     found: dict[str, Answer] = {}
     end_s = time.monotonic() + 60
-    while not names <= set(found):
+    while True:
         assert time.monotonic() < end_s, (names, found)
         for output in engine.llm.llm_engine.step():
             if output.finished:
                 found[output.request_id] = engine.answer(output)
-    return found
+        if names <= set(found):
+            return found
 
 
 def flip_files(directory: str) -> None:
@@ -230,7 +337,7 @@ def stored(engine: Engine, tokens: list[int]) -> dict[Medium, int]:
     return {medium: count for medium, count in found.items() if count}
 
 
-SCENARIOS = {each.__name__: each for each in (model, equal, faults, held)}
+SCENARIOS = {each.__name__: each for each in (model, equal, faults, held, parallel, crowd, fill, again)}
 
 
 def main() -> None:
