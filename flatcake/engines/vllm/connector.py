@@ -32,6 +32,7 @@ from flatcake.engines.vllm.identity import (
     require_supported,
 )
 from flatcake.engines.vllm.loads import Loads
+from flatcake.engines.vllm.metrics import Deltas, FlatCakeProm, FlatCakeStats
 from flatcake.engines.vllm.options import VllmConfig, catalog_home, rank_config
 from flatcake.engines.vllm.orders import Hello, Orders, Reports
 from flatcake.engines.vllm.scheduling import SchedulerSide, Sizes
@@ -83,6 +84,7 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_tokens = block_tokens_of(vllm_config, self._config.engine)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._deltas = Deltas()
         if role == KVConnectorRole.SCHEDULER:
             log.info("FlatCake: %s", describe(self._config))
             if transfer.kv_load_failure_policy != "recompute":
@@ -98,6 +100,25 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A lost save is a later miss, no more."""
         return False
+
+    def get_kv_connector_stats(self) -> FlatCakeStats | None:
+        if self._scheduler is not None:
+            return self._deltas.take(self._scheduler.coordinator.counters())
+        return self._deltas.take(self._worker.counters()) if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FlatCakeStats:
+        return FlatCakeStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FlatCakeProm:
+        return FlatCakeProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:

@@ -108,6 +108,13 @@ class WorkerSide:
         completions = _drain(self._completions)
         return Reports(completions=completions) if completions else None
 
+    def counters(self) -> Counter[str]:
+        """Everything counted since open; blocks by the first rank only, as each has its share of the same ones."""
+        total = self.plane.parts.counts + self.counts
+        if self._config.rank:
+            total = Counter({name: count for name, count in total.items() if "bytes" in name})
+        return total
+
     def close(self) -> None:
         """Let everything end within the configured time."""
         if not self.plane.close(self._config.timeouts.close_ns):
