@@ -134,8 +134,10 @@ class Coordinator:
 
     def counters(self) -> Counter[str]:
         """Everything counted since open, by name."""
-        total = self.counts + self.catalog.counts
-        return total + self._manifest.counts if self._manifest is not None else total
+        total: Counter[str] = Counter()
+        for counts in (self.counts, self.catalog.counts, *([self._manifest.counts] if self._manifest else [])):
+            total.update(dict(counts))  # Copied in one go, as other threads go on counting.
+        return total
 
     def close(self) -> bool:
         """Settle what has been reported and close the manifest, within the configured time; twice is safe."""

@@ -110,7 +110,8 @@ class WorkerSide:
 
     def counters(self) -> Counter[str]:
         """Everything counted since open; blocks by the first rank only, as each has its share of the same ones."""
-        total = self.plane.parts.counts + self.counts
+        total = Counter(dict(self.plane.parts.counts))  # Copied in one go, as the pump goes on counting.
+        total.update(self.counts)
         if self._config.rank:
             total = Counter({name: count for name, count in total.items() if "bytes" in name})
         return total

@@ -181,7 +181,7 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """What catalog, data plane and worker counted."""
-        return dict(self.side.coordinator.counters() + self.work.plane.parts.counts + self.work.counts)
+        return dict(self.side.coordinator.counters() + self.work.counters())
 
     def assert_idle(self) -> None:
         """Nothing is held by anybody."""
