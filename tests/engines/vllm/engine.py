@@ -18,18 +18,18 @@ ENVIRONMENT = {
 SIZES = {"ssd_bytes_max": "128MiB", "pool_file_bytes": "32MiB", "dram_bytes_max": "32MiB", "ssd_free_bytes_min": 0}
 
 
-def make_model(path: str) -> None:
-    """A 4-layer GQA Llama with random weights and a word tokenizer; 11 MB, no hub."""
+def make_model(path: str, *, layers: int = 4, hidden: int = 256) -> None:
+    """A GQA Llama with random weights and a word tokenizer; 11 MB by default, no hub."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
         num_key_value_heads=2,
         head_dim=64,
         vocab_size=1024,
