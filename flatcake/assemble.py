@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypedDict
 
+from flatcake.about import About, encode_about
 from flatcake.catalog import Catalog
 from flatcake.clock import Clock, MonotonicClock
 from flatcake.config import CapacityConfig, StoreConfig
@@ -17,7 +18,7 @@ from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
 from flatcake.index import Index
-from flatcake.io.device import Device, open_device
+from flatcake.io.device import Device, When, open_device
 from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts
@@ -30,9 +31,8 @@ from flatcake.io.tilecopy import Copier, GpuCopier, HostCopier
 from flatcake.io.window import Window
 from flatcake.keeper import Keeper
 from flatcake.kernels.checksum import SUM_KIND
-from flatcake.keys import FORMAT_VERSION, Identity
+from flatcake.keys import Identity
 from flatcake.layout import Growth, LaneTable, room_max
-from flatcake.manifest import origin_digest
 from flatcake.openmedia import around_of, open_media, pool_sizes
 from flatcake.placement import Placement, TablePlacement
 from flatcake.space import Space, Watermarks
@@ -108,7 +108,7 @@ def open_dataplane(
     with ExitStack() as undo:
         pump = Pump(device, clock)
         undo.callback(pump.close, config.timeouts.close_ns)
-        opened = open_media(config, geometry, around_of(config, device, files, pump, size), undo)
+        opened = open_media(config, geometry, around_of(config, device, files, pump), undo)
         parts = Parts(
             rank=config.rank,
             epoch=epoch,
@@ -120,7 +120,7 @@ def open_dataplane(
             pool=opened.pool,
             copier=_copier(config, geometry, kv, device),
             verify=config.io.verify == "full",
-            **_shapes(config, geometry, device, size),
+            **_shapes(config, geometry, device, size, pump.watch),
         )
         return DataPlane(
             parts,
@@ -142,13 +142,13 @@ class _Shapes(TypedDict):
     book: RecordBook
 
 
-def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: WindowSize) -> _Shapes:
+def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: WindowSize, when: When) -> _Shapes:
     """The parts that follow from the geometry."""
     lanes, layout = LaneTable.of(geometry), layout_number(geometry.fingerprint())
     sum_kind = SUM_KIND if config.io.verify == "full" else SUM_KIND_NONE
     return _Shapes(
-        window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes),
-        save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes),
+        window=Window(device, slots=size.slots, slot_bytes=size.slot_bytes, when=when),
+        save_window=Window(device, slots=size.save_slots, slot_bytes=size.slot_bytes, when=when),
         lanes=lanes,
         payload_bytes=[geometry.payload_bytes(layer) for layer in range(geometry.layer_count)],
         layout=layout,
@@ -167,7 +167,9 @@ def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device
     if device.is_host:
         return HostCopier(geometry, kv)
     programs = PROGRAMS_PER_SM * device.multiprocessors * config.io.scatter_sm_percent // 100
-    return GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    copier = GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    copier.warm(sums=config.io.verify == "full")
+    return copier
 
 
 def _closer(closing: ExitStack, media: dict[Medium, MediumIO], clock: Clock) -> CloseParts:
@@ -226,7 +228,7 @@ def open_store(
     epoch = clock.now_ns()
     plane = open_dataplane(config, geometry, kv, clock=clock, files=files, epoch=epoch)
     try:
-        keeper = _open_keeper(config, identity, catalog, plane, files)
+        keeper = _open_keeper(config, identity, geometry, catalog, plane, files)
         catalog.rank_started(config.rank, epoch)
         store = Store(catalog, plane, geometry, identity, config, clock)
         store.keeper = keeper
@@ -237,15 +239,23 @@ def open_store(
 
 
 def _open_keeper(
-    config: StoreConfig, identity: Identity, catalog: Catalog, plane: DataPlane, files: Files
+    config: StoreConfig, identity: Identity, geometry: Geometry, catalog: Catalog, plane: DataPlane, files: Files
 ) -> Keeper | None:
     """Fill the catalog with what an earlier run has left in the directories; None where nothing is kept."""
     pool = plane.parts.pool
     if pool is None:
         return None
     home = pool.paths[0].rpartition("/")[0]
-    origin = origin_digest(identity.digest(), pool.file_bytes, len(config.directories), config.rank, FORMAT_VERSION)
-    manifest = ManifestDB(files, f"{home}/{MANIFEST}", origin)
+    about = About(
+        identity=identity,
+        geometry=geometry,
+        pool_file_bytes=pool.file_bytes,
+        directories=pool.homes,
+        rank=config.rank,
+        dram_bytes=config.capacity.dram_bytes_max,
+        verify=plane.parts.verify,
+    )
+    manifest = ManifestDB(files, f"{home}/{MANIFEST}", about.origin(), encode_about(about))
     keeper = Keeper(catalog, plane.parts, manifest, files, config.capacity.ssd_free_bytes_min)
     try:
         keeper.reopen()

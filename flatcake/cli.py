@@ -47,9 +47,23 @@ def load_doctor() -> Subcommand:
     return command
 
 
+def load_inspect() -> Subcommand:
+    from flatcake.audit import inspect
+
+    return inspect
+
+
+def load_verify() -> Subcommand:
+    from flatcake.audit import verify
+
+    return verify
+
+
 COMMANDS: Mapping[str, Command] = {
     "demo": Command("serve a real transformer over several sessions and compare its logits", load_demo),
     "doctor": Command("say what this machine can do, which I/O path will be used, and what to change", load_doctor),
+    "inspect": Command("say what is in a store's directory, open or closed, without touching it", load_inspect),
+    "verify": Command("read everything in a store's directory and say what is damaged, or drop that", load_verify),
 }
 
 

@@ -123,7 +123,7 @@ class IOConfig:
     """Bytes that one posix thread takes at a time."""
     kvikio_threads: int = 0
     """Threads of kvikio's pool; 0 takes all processors but two, up to 16: the pump needs one of its own."""
-    kvikio_task_bytes: int = 4 * MiB
+    kvikio_task_bytes: int = MiB
     """Bytes that one kvikio thread takes at a time: small enough that a tile's last task is not waited for long."""
     scatter_sm_percent: int = 100
     """Share of the GPU's multiprocessors that scatter and gather may use, so that the model is not starved."""

@@ -17,7 +17,7 @@ from flatcake.gva import Medium
 from flatcake.io.device import Event
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import Parts
-from flatcake.io.pieces import Work, pieces_of
+from flatcake.io.pieces import Work
 from flatcake.io.plan import PlanLimits, make_tiles
 from flatcake.io.pump import Timer
 from flatcake.io.reading import Reading
@@ -270,7 +270,7 @@ class DataPlane:
 
     def _expand(self, plan: Plan, limits: PlanLimits) -> Work:
         tiles = make_tiles(plan.runs, self.parts.lanes, limits)
-        return Work(plan, tiles, pieces_of(plan, tiles, self.parts.lanes, self.parts.layout))
+        return Work(plan, tiles, self.parts.lanes, self.parts.layout)
 
     def _write_limits(self) -> PlanLimits:
         limits = self.parts.limits

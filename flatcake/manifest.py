@@ -23,6 +23,8 @@ PART_COLUMNS = 5
 GENERATION_LIMIT = 1 << 62
 SESSION_BYTES = 16
 
+Flags = npt.NDArray[np.bool_]
+
 _DIGEST_BYTES = 16
 _HEAD = struct.Struct("<16sqqqIIBB6x16s")
 """Digest, sequence, scope, shared blocks, parts, blocks, medium, whether it has a session, session."""
@@ -138,6 +140,36 @@ def encode_row(row: TurnRow, sequence: int, origin: bytes) -> bytes:
     body = _HEAD.pack(b"", *head, row.session is not None, row.session or b"")[_DIGEST_BYTES:]
     body += row.parts.astype("<i8").tobytes() + row.keys.astype("<u8").tobytes()
     return _digest(body, origin) + body
+
+
+def trim_row(body: bytes, kept: Flags, origin: bytes) -> bytes:
+    """A row without some of its blocks, otherwise as it was; empty where none is left.
+
+    Args:
+        body: What `encode_row` made.
+        kept: bool [blocks of the row].
+        origin: Of this store.
+    """
+    if not kept.any():
+        return b""
+    head = np.frombuffer(body[_DIGEST_BYTES : _HEAD.size], _HEAD_TYPE).copy()
+    middle = _HEAD.size + int(head["parts"][0]) * 8 * PART_COLUMNS
+    parts = np.frombuffer(body[_HEAD.size : middle], "<i8").reshape(-1, PART_COLUMNS)
+    assert len(kept) == int(head["blocks"][0]) == int(parts[:, COUNT].sum())
+    part_of = np.repeat(np.arange(len(parts)), parts[:, COUNT])
+    counts = parts[:, COUNT]
+    slots = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts - parts[:, SLOT], counts)
+    blocks = np.flatnonzero(kept)
+    opens = np.ones(len(blocks), np.bool_)
+    opens[1:] = (np.diff(blocks) != 1) | (np.diff(part_of[blocks]) != 0)
+    firsts = np.flatnonzero(opens)
+    left = parts[part_of[blocks[firsts]]].copy()
+    left[:, SLOT] = slots[blocks[firsts]]
+    left[:, COUNT] = np.diff(np.append(firsts, len(blocks)))
+    head["parts"], head["blocks"] = len(left), len(blocks)
+    keys = np.frombuffer(body[middle:], "<u8").reshape(-1, 2)[blocks]
+    trimmed: bytes = head.tobytes() + left.astype("<i8").tobytes() + keys.tobytes()
+    return _digest(trimmed, origin) + trimmed
 
 
 def decode_rows(found: Iterable[tuple[int, object]], origin: bytes) -> tuple[Stored, list[int]]:

@@ -14,8 +14,7 @@ from flatcake.io.posix import PosixEngine
 from flatcake.io.probe import Around, choose_engine
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
-from flatcake.io.sizing import WindowSize
-from flatcake.io.staged import Twins
+from flatcake.io.sizing import GPU_RING
 from flatcake.keys import FORMAT_VERSION
 
 RECORD_THREADS = 2
@@ -39,16 +38,16 @@ def pool_sizes(config: StoreConfig) -> tuple[int, int]:
     return (size_bytes // file_bytes * file_bytes, file_bytes) if size_bytes else (0, 0)
 
 
-def around_of(config: StoreConfig, device: Device, files: Files, pump: Pump, size: WindowSize) -> Around:
+def around_of(config: StoreConfig, device: Device, files: Files, pump: Pump) -> Around:
     """What engines are opened with, but for the pool."""
     return Around(
         files=files,
         device=device,
-        when=lambda event, then: pump.post(lambda: pump.when(event, then)),
+        when=pump.watch,
         file_count=pool_sizes(config)[0] // config.capacity.pool_file_bytes,
         file_bytes=config.capacity.pool_file_bytes,
         pool=None,
-        twins=Twins(count=size.slots + size.save_slots, size_bytes=size.slot_bytes),
+        ring=GPU_RING,
     )
 
 

@@ -4,214 +4,18 @@
 
 `--fast` holds memory-backed files (/dev/shm), which stand in for a fast SSD; PCIe is then the ceiling.  Ceilings of the
 same run: one large kvikio read of as many bytes into GPU memory, and a pinned 1 GiB copy from host to device.
-Providers take turns within a round; figures are medians.  The large read that takes turns has the store's kvikio
-settings; `large_best_gb_s` is one with settings of its own, afterwards.
+Providers take turns within a round; figures are medians.
 """
 
 import argparse
 import json
-import os
-import shutil
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from common import append_rows, device_name
-
-import flatcake
-from flatcake.io.device import load_kvikio
-from flatcake.units import GiB, MiB
-
-DEVICE = "cuda"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A geometry: bytes of one token in one layer, as `parts` components of a page."""
-
-    name: str
-    layers: int
-    token_bytes: int
-    parts: int
-    page_tokens: int
-    block_tokens: int
-
-    def paged(self, tokens: int) -> tuple[flatcake.PagedKV, list[list[torch.Tensor]]]:
-        pages = -(-tokens // self.page_tokens)
-        row = self.page_tokens * self.token_bytes // self.parts
-        layers = [
-            [torch.randint(0, 255, (pages, row), dtype=torch.uint8, device=DEVICE) for _ in range(self.parts)]
-            for _ in range(self.layers)
-        ]
-        return flatcake.PagedKV.of_layers(layers, page_tokens=self.page_tokens), layers
-
-
-GQA = Model(name="gqa", layers=32, token_bytes=8 * 128 * 2 * 2, parts=2, page_tokens=16, block_tokens=256)
-MLA = Model(name="mla-fp8", layers=43, token_bytes=656, parts=1, page_tokens=64, block_tokens=256)
-
-
-@contextmanager
-def opened(
-    root: str, model: Model, tokens: int, dram: bool = False, **io: object
-) -> Iterator[tuple[flatcake.Store, object]]:
-    """A store with room for one sequence, saved; yields it with the tensors and page count."""
-    directory = tempfile.mkdtemp(dir=root)
-    kv, layers = model.paged(tokens)
-    room = -(-int(tokens * model.token_bytes * model.layers * 1.2) // GiB) * GiB + GiB
-    settings = flatcake.StoreConfig(
-        directories=() if dram else (directory,),
-        device=DEVICE,
-        capacity=flatcake.CapacityConfig(
-            dram_bytes_max=room if dram else 0, ssd_bytes_max=0 if dram else room, ssd_free_bytes_min=0
-        ),
-        placement=flatcake.PlacementConfig(agent_tokens_min=10**9 if dram else 1, short_reply_tokens_limit=10**6),
-        io=flatcake.IOConfig(**io),  # type: ignore[arg-type]
-    )
-    identity = flatcake.Identity(
-        model=model.name, revision="0", kv_dtype="u8", layout="bench", block_tokens=model.block_tokens
-    )
-    store = flatcake.open(settings, identity, kv)
-    try:
-        yield store, layers
-    finally:
-        store.close()
-        del kv, layers
-        torch.cuda.empty_cache()
-        shutil.rmtree(directory)
-
-
-def sequence(tokens: int) -> np.ndarray:
-    return np.random.default_rng(tokens).integers(0, 32_000, tokens)
-
-
-def seconds(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-class LargeRead:
-    """One kvikio read of many bytes: the ceiling of a restore from files."""
-
-    def __init__(self, root: str, size_bytes: int) -> None:
-        self.directory = tempfile.mkdtemp(dir=root)
-        path = os.path.join(self.directory, "large")
-        with open(path, "wb") as file:
-            block = np.random.default_rng(0).bytes(64 * MiB)
-            for _ in range(-(-size_bytes // len(block))):
-                file.write(block)
-        self.file = load_kvikio().CuFile(path, "r")
-        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE)
-        self.size_bytes = size_bytes
-
-    def __call__(self) -> None:
-        assert self.file.pread(self.buffer, size=self.size_bytes).get() == self.size_bytes
-
-    def best_seconds(self, rounds: int) -> float:
-        """Median with settings that suit one large read best; kvikio has one set for the whole process."""
-        load_kvikio().defaults.set({"num_threads": 16, "task_size": 8 * MiB})
-        return statistics.median(seconds(self) for _ in range(rounds))
-
-    def close(self) -> None:
-        self.file.close()
-        shutil.rmtree(self.directory)
-
-
-def pinned_copy() -> Callable[[], object]:
-    host = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(GiB, dtype=torch.uint8, device=DEVICE)
-    return lambda: device.copy_(host, non_blocking=True)
-
-
-def restore_once(store: flatcake.Store, match: flatcake.Match, pages: int, first_layer: list[float]) -> float:
-    """Seconds of one restore into other pages each time; notes when its first layer was queued."""
-    table = np.random.default_rng(len(first_layer)).permutation(pages)
-    found: list[flatcake.RestoreResult] = []
-    with store.lease(match) as lease:
-        took_s = seconds(lambda: found.append(store.restore(lease, table).result()))
-    assert found[0].tokens == match.tokens, found
-    first_layer.append((found[0].first_layer_ns or 0) / 1e9)
-    return took_s
-
-
-def concurrent_case(root: str, count: int, rounds: int) -> dict[str, float]:
-    """`count` restores of 2 K tokens at once, in all against one after another."""
-    tokens = 2_048
-    with opened(root, GQA, tokens * count) as (store, _):
-        order = np.random.default_rng(0).permutation(tokens * count // GQA.page_tokens)
-        tables = np.split(order, count)
-        prompts = [np.random.default_rng(100 + i).integers(0, 32_000, tokens) for i in range(count)]
-        for i, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
-            assert store.save(f"s{i}", prompt, table).published()
-        leases = [store.lease(store.match(prompt), hold_ns=10**12) for prompt in prompts]
-
-        def together() -> None:
-            for restore in [store.restore(lease, table) for lease, table in zip(leases, tables, strict=True)]:
-                assert restore.result().tokens == tokens
-
-        def in_turn() -> None:
-            for lease, table in zip(leases, tables, strict=True):
-                assert store.restore(lease, table).result().tokens == tokens
-
-        pairs = [(seconds(together), seconds(in_turn)) for _ in range(rounds + 2)][2:]
-        return {
-            "gb_s": tokens * count * GQA.token_bytes * GQA.layers / statistics.median(a for a, _ in pairs) / 1e9,
-            "to_one_at_a_time": statistics.median(b / a for a, b in pairs),
-            "window_mib": store.stats().window_bytes / MiB,
-        }
-
-
-def restore_case(
-    root: str, model: Model, tokens: int, rounds: int, *, dram: bool = False, **io: object
-) -> dict[str, float]:
-    """One sequence restored into shuffled pages, against the ceilings."""
-    tokens = tokens // model.block_tokens * model.block_tokens
-    with opened(root, model, tokens, dram, **io) as (store, _):
-        pages = torch.randperm(tokens // model.page_tokens).numpy()
-        saved: list[float] = []
-        result = None
-
-        def save() -> None:
-            nonlocal result
-            turn = flatcake.Turn(index=2, prior_reply_tokens=1) if dram else flatcake.Turn()
-            result = store.save("s", sequence(tokens), pages, turn).result()
-
-        saved.append(seconds(save))
-        assert result is not None and not result.reason, result
-        match = store.match(sequence(tokens))
-        assert match.tokens == tokens, match.tokens
-        large = None if dram else LargeRead(root, match.size_bytes)
-        copy = pinned_copy()
-        took: dict[str, list[float]] = {"restore": [], "first_layer": [], "large": [], "copy": []}
-        for _ in range(rounds + 2):
-            took["restore"].append(restore_once(store, match, len(pages), took["first_layer"]))
-            took["copy"].append(seconds(copy))
-            if large is not None:
-                took["large"].append(seconds(large))
-        figures = {
-            "restore_gb_s": match.size_bytes / statistics.median(took["restore"][2:]) / 1e9,
-            "copy_gb_s": GiB / statistics.median(took["copy"][2:]) / 1e9,
-            "first_layer_ms": statistics.median(took["first_layer"][2:]) * 1e3,
-            "save_gb_s": match.size_bytes / saved[0] / 1e9,
-            "window_mib": store.stats().window_bytes / MiB,
-        }
-        figures["to_copy"] = figures["restore_gb_s"] / figures["copy_gb_s"]
-        if large is not None:
-            figures["large_gb_s"] = match.size_bytes / statistics.median(took["large"][2:]) / 1e9
-            pairs = zip(took["large"][2:], took["restore"][2:], strict=True)
-            figures["to_large_read"] = statistics.median(a / b for a, b in pairs)
-            figures["large_best_gb_s"] = match.size_bytes / large.best_seconds(rounds) / 1e9
-            large.close()
-        print(f"# io_path {store.stats().io_path} ({store.stats().io_reason})", file=sys.stderr)
-        return figures
+from gpu_cases import concurrent_case, matmul_case, restore_case, save_case, spin_case, turns_case
+from gpu_store import DEVICE, GQA, MLA
 
 
 def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]:
@@ -228,6 +32,12 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "gqa 32k disk": lambda: restore_case(args.disk, GQA, 32_768, 3),
         "4 at once": lambda: concurrent_case(fast, 4, rounds),
         "16 at once": lambda: concurrent_case(fast, 16, rounds),
+        "spinning thread": lambda: spin_case(fast, rounds),
+        "251 turns": lambda: turns_case(fast, rounds),
+        "matmul, all multiprocessors": lambda: matmul_case(fast, rounds, 100),
+        "matmul, 12 percent of them": lambda: matmul_case(fast, rounds, 12),
+        "save": lambda: save_case(fast, rounds, dram=False),
+        "save dram": lambda: save_case(fast, rounds, dram=True),
     }
 
 
@@ -249,8 +59,8 @@ def main() -> int:
         if not args.only or any(part in name for part in args.only):
             found[name] = run()
             print(f"{name}: " + "  ".join(f"{k}={v:.4g}" for k, v in found[name].items()), flush=True)
-    if args.record:
-        append_rows("gpu", " ".join(["python", *sys.argv]), device_name(DEVICE), found)
+            if args.record:  # At once: device time may end before the last case.
+                append_rows("gpu", " ".join(["python", *sys.argv]), device_name(DEVICE), {name: found[name]})
     if args.json:
         print(json.dumps(found))
     return 0

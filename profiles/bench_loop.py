@@ -79,6 +79,11 @@ class FreePages:
 
     def __init__(self, count: int) -> None:
         self._free, self._lock = np.random.default_rng(3).permutation(count).tolist(), threading.Lock()
+        self._count = count
+
+    def out(self) -> int:
+        """Pages that are not free."""
+        return self._count - len(self._free)
 
     def take(self, count: int) -> list[int] | None:
         with self._lock:
@@ -179,7 +184,7 @@ class Outcome:
 
     ready_ms: dict[str, list[float]]
     estimates: dict[str, list[float]]
-    """Expected over measured restore time by class, where there was an expectation."""
+    """Expected over measured restore time, of requests that came one by one after the others; by class."""
     stats: dict[str, int | str]
 
 
@@ -193,12 +198,18 @@ def run_order(bench: Bench, work: Work, order: str) -> Outcome:
             while (ready := loop.next_ready(WAIT_S)) is not None:
                 result, now = ready.result(), time.perf_counter()
                 assert result.tokens == ready.tokens and not ready.recompute, result
-                number, expected_ns = ready.request.note  # type: ignore[misc]
-                kind = "large" if work.is_large[number] else "small"
-                outcome.ready_ms[kind].append(1e3 * (now - arrivals[number]))
-                if expected_ns:
+                kind, number, expected_ns = ready.request.note  # type: ignore[misc]
+                if expected_ns is None:
+                    outcome.ready_ms[kind].append(1e3 * (now - arrivals[number]))
+                else:
                     outcome.estimates[kind].append(expected_ns / result.total_ns)
                 loop.done(ready)
+
+        def wait_for(done: int) -> None:
+            end_s = time.perf_counter() + WAIT_S
+            while loop.stats()["done"] < done:  # type: ignore[operator]
+                assert time.perf_counter() < end_s, loop.stats()
+                time.sleep(0.002)
 
         consumers = [threading.Thread(target=consume) for _ in range(CONSUMERS)]
         for thread in consumers:
@@ -207,17 +218,35 @@ def run_order(bench: Bench, work: Work, order: str) -> Outcome:
         for number, keys in enumerate(work.keys):
             arrivals[number] = begin + float(work.at_s[number])
             time.sleep(max(0.0, arrivals[number] - time.perf_counter()))
-            request = flatcake.LoopRequest(tokens=keys)
-            expected_ns = loop.estimate(request) if number % 2 == 0 else None
-            loop.submit(dataclasses.replace(request, note=(number, expected_ns)))
-        end_s = time.perf_counter() + WAIT_S
-        while loop.stats()["done"] < len(work.keys):  # type: ignore[operator]
-            assert time.perf_counter() < end_s, loop.stats()
-            time.sleep(0.002)
+            kind = "large" if work.is_large[number] else "small"
+            loop.submit(flatcake.LoopRequest(tokens=keys, note=(kind, number, None)))
+        wait_for(len(work.keys))
+        alone = [("large", keys) for keys in bench.large[:3]] + [("small", keys) for keys in bench.small[:2]]
+        sent = len(work.keys)
+        for kind, keys in alone:
+            expected_ns = loop.estimate(flatcake.LoopRequest(tokens=keys))
+            if expected_ns is not None:
+                loop.submit(flatcake.LoopRequest(tokens=keys, note=(kind, -1, expected_ns)))
+                sent += 1
+                wait_for(sent)
         outcome.stats = loop.stats()
     for thread in consumers:
         thread.join()
     return outcome
+
+
+def silence(bench: Bench, count: int) -> dict[str, float]:
+    """Submit and cancel `count` requests, then wait until nothing of them is left: seconds of either."""
+    with flatcake.Loop(bench.store, pages=bench.free) as loop:
+        started = time.perf_counter()
+        for number in range(count):
+            keys = (bench.large if number % 2 else bench.small)[number % len(bench.small) % len(bench.large)]
+            loop.cancel(loop.submit(flatcake.LoopRequest(tokens=keys)))
+        cancelled = time.perf_counter()
+        while loop.stats()["requests"] or bench.store.stats().leases or bench.free.out():
+            assert time.perf_counter() < cancelled + WAIT_S, loop.stats()
+            time.sleep(0.001)
+        return {"submit_and_cancel_s": cancelled - started, "silence_s": time.perf_counter() - cancelled}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -228,7 +257,7 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def run(bench: Bench, seconds: float, rounds: int) -> dict[str, Any]:
+def run(bench: Bench, seconds: float, rounds: int, cancels: int) -> dict[str, Any]:
     """All cases: figures by arrivals, load, order and class, and ratios of two queues to the others."""
     rate = bench.bandwidth()
     cases: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
@@ -269,6 +298,7 @@ def run(bench: Bench, seconds: float, rounds: int) -> dict[str, Any]:
         },
         "ready_ms": cases,
         "ratios": ratios,
+        "cancelled": silence(bench, cancels),
         "block_mib": bench.shape.block_bytes / MiB,
         "io_path": bench.store.stats().io_path,
     }
@@ -292,7 +322,8 @@ def show(result: dict[str, Any]) -> None:
             print(f"{case:14} {other:16} " + "".join(f"{value:12.2f}" for value in values))
     for kind, ratio in result["estimate_over_measured"].items():
         within = result["estimate_within_2x"][kind]
-        print(f"estimate over measured restore time, {kind}: median {ratio:.2f}, {within:.0%} within 2 x")
+        print(f"estimate over measured time of a restore alone, {kind}: median {ratio:.2f}, {within:.0%} within 2 x")
+    print("submitted and cancelled: " + "  ".join(f"{name} {value:.3f}" for name, value in result["cancelled"].items()))
 
 
 def record(result: dict[str, Any]) -> None:
@@ -304,7 +335,7 @@ def record(result: dict[str, Any]) -> None:
         for kind, figures in kinds.items()
     }
     rows |= {f"{case} ratio": ratios for case, ratios in result["ratios"].items()}
-    rows["run"] = {"restore_gb_s": result["restore_gb_s"]}
+    rows["run"] = {"restore_gb_s": result["restore_gb_s"], **result["cancelled"]}
     rows |= {name: result[name] for name in ("estimate_over_measured", "estimate_within_2x")}
     append_rows("loop", " ".join(["python", *sys.argv]), result["device"], rows)
 
@@ -324,7 +355,7 @@ def main() -> int:
     directory = tempfile.mkdtemp(dir=args.directory)
     bench = Bench(shape, args.device, directory)
     try:
-        result = run(bench, 0.05 if args.smoke else args.seconds, args.rounds)
+        result = run(bench, 0.05 if args.smoke else args.seconds, args.rounds, 100 if args.smoke else 10_000)
     finally:
         bench.store.close()
         shutil.rmtree(directory)

@@ -2,14 +2,14 @@
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from flatcake.io.device import CpuDevice, Event, Stream
+from flatcake.io.device import CpuDevice, Event, Point, Stream
 from flatcake.io.engine import Buffer
 from flatcake.io.seam import Files, HostMemory, view_memory
 
@@ -74,6 +74,10 @@ class FaultyFiles(Files):
     def open_file(self, path: str, *, create: bool, direct: bool) -> int:
         self._enter("open_direct" if direct else "create_file" if create else "open_file")
         return self._opened(super().open_file(path, create=create, direct=direct))
+
+    def open_reading(self, path: str, *, direct: bool) -> int:
+        self._enter("open_reading")
+        return self._opened(super().open_reading(path, direct=direct))
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         self._enter("allocate")
@@ -144,22 +148,34 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work in order; done at once, or when `run` is called."""
+    """Work in order; done at once, or when `run` is called.  A wait holds up what comes after it."""
 
     def __init__(self, *, manual: bool) -> None:
         self.manual = manual
-        self._work: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+        self._work: deque[Callable[[], None] | Event] = deque()
 
-    def put(self, work: Callable[[], None]) -> None:
-        if self.manual:
+    def put(self, work: Callable[[], None] | Event) -> None:
+        with self._lock:
             self._work.append(work)
-        else:
-            work()
+            if not self.manual:
+                self.run()
 
-    def run(self) -> None:
-        work, self._work = self._work, []
-        for step in work:
-            step()
+    def run(self) -> bool:
+        """Do what can be done; whether it was anything."""
+        ran = False
+        with self._lock:
+            while self._work:
+                step = self._work[0]
+                if callable(step):
+                    self._work.popleft()
+                    step()
+                elif step.done():
+                    self._work.popleft()
+                else:
+                    break
+                ran = True
+        return ran
 
 
 class FakeCuda(CpuDevice):
@@ -177,12 +193,25 @@ class FakeCuda(CpuDevice):
         self.pin_error: Exception | None = None
         self.copy_error: Exception | None = None
         self.entered: set[int] = set()
+        self.streams: list[FakeStream] = []
+
+    def run(self) -> None:
+        """Let all streams run as far as they get."""
+        ran = True
+        while ran:
+            ran = False
+            for stream in self.streams:
+                ran |= stream.run()
 
     def enter_thread(self) -> None:
         self.entered.add(threading.get_ident())
 
     def new_stream(self) -> Stream:
-        return FakeStream(manual=self.manual)
+        self.streams.append(FakeStream(manual=self.manual))
+        return self.streams[-1]
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.put(event)
 
     def record(self, stream: Stream) -> Event:
         event = FakeEvent()
@@ -205,10 +234,19 @@ class FakeCuda(CpuDevice):
         self.pinned.remove(memory.address)
 
 
-def when(event: Event, then: Callable[[], None]) -> None:
-    """What a pump does for device events, without a thread: it is the stream that calls back."""
-    assert isinstance(event, FakeEvent), "events of a CPU are reached at once"
-    event.then(then)
+def when(event: Point, then: Callable[[], None]) -> None:
+    """What a pump does, without one: a stream calls back itself, and for a future a thread waits."""
+    if isinstance(event, FakeEvent):
+        event.then(then)
+        return
+
+    def watch() -> None:
+        pause = threading.Event()
+        while not event.done():
+            pause.wait(0.001)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def host_buffer(size_bytes: int) -> Buffer:
@@ -283,9 +321,8 @@ class FakeCuFile:
         kvikio = self._kvikio
         if kvikio.start_error is not None:
             raise kvikio.start_error
-        array = buffer if isinstance(buffer, np.ndarray) else buffer.numpy()
-        assert array.dtype == np.uint8 and array.nbytes == size
-        address = int(array.ctypes.data)
+        assert isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 and buffer.nbytes == size
+        address = int(buffer.ctypes.data)
         outcome = kvikio.outcomes.pop(0) if kvikio.outcomes else None
         gate = kvikio.gate
 
@@ -311,10 +348,26 @@ class FakeCuFile:
 
 class FakeFuture:
     def __init__(self, move: Callable[[], int]) -> None:
-        self._move = move
         self.gets = 0
+        self._outcome: int | Exception = 0
+        self._thread = threading.Thread(target=self._run, args=(move,), daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        assert not self.gets, "kvikio's futures may be asked once"
+        return not self._thread.is_alive()
 
     def get(self) -> int:
         self.gets += 1
         assert self.gets == 1, "kvikio's futures may be asked once"
-        return self._move()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def _run(self, move: Callable[[], int]) -> None:
+        try:
+            self._outcome = move()
+        except Exception as error:
+            self._outcome = error

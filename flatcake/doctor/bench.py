@@ -101,7 +101,7 @@ class Bench:
                 save_slots=parts.save_window.slots,
                 slot_bytes=window.slot_bytes,
             )
-            self._buffers = _random_buffers(Window(parts.device, slots=window.slots, slot_bytes=window.slot_bytes))
+            self._buffers = _random_buffers(parts.device, window)
             undo.pop_all()
 
     def write(self) -> tuple[int, float]:
@@ -210,9 +210,8 @@ def _random_tensors(blocks: int, device: str) -> list[torch.Tensor]:
     ]
 
 
-def _random_buffers(window: Window) -> list[Buffer]:
-    """All slots of a window of our own, filled."""
-    buffers = [buffer for _ in range(window.slots) if (buffer := window.take()) is not None]
-    for buffer in buffers:
-        buffer.tensor.view(torch.int64).random_()
-    return buffers
+def _random_buffers(device: Device, window: Window) -> list[Buffer]:
+    """Buffers like a window's slots, filled."""
+    memory = device.window(window.slots * window.slot_bytes)
+    memory.view(torch.int64).random_()
+    return [Buffer.of(slot) for slot in memory.view(window.slots, window.slot_bytes)]

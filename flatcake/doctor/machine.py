@@ -79,8 +79,16 @@ def read_place(probes: Probes, files: Files, directory: str) -> PlaceFacts:
         options=mount.options if mount else (),
         rotational=probes.get("block device", lambda: _rotational(files.filesystem(home))),
         free_bytes=probes.get("free space", lambda: files.free_bytes(home)),
-        holder=probes.get("owner", lambda: _holder(files, path)) if state == "ready" else None,
+        holder=probes.get("owner", lambda: read_holder(files, path)) if state == "ready" else None,
     )
+
+
+def read_holder(files: Files, path: str) -> str | None:
+    """Who holds a pool's lock; found without touching it, as a store may be opening just now."""
+    if LOCK not in files.list_directory(path) or not held(_text("/proc/locks"), os.stat(f"{path}/{LOCK}").st_ino):
+        return None
+    line = files.read_text(f"{path}/{LOCK}", 4 * KiB).partition("\n")[0][:200]
+    return "".join(letter for letter in line if letter.isprintable()) or "a process"
 
 
 def find_mount(mountinfo: str, path: str) -> Mount | None:
@@ -200,11 +208,3 @@ def _rotational(device: int) -> bool | None:
         if os.path.exists(path):
             return _text(path).strip() == "1"
     return None
-
-
-def _holder(files: Files, path: str) -> str | None:
-    """Who holds a pool's lock; found without touching it, as a store may be opening just now."""
-    if LOCK not in files.list_directory(path) or not held(_text("/proc/locks"), os.stat(f"{path}/{LOCK}").st_ino):
-        return None
-    line = files.read_text(f"{path}/{LOCK}", 4 * KiB).partition("\n")[0][:200]
-    return "".join(letter for letter in line if letter.isprintable()) or "a process"

@@ -1,25 +1,26 @@
 """The DRAM medium: one piece of host memory, pinned once, and the engine that copies to and from it.  Paper §3.2.
 
-Copies are queued on the caller's stream, so a read is answered at once: whatever that stream does next sees the
-bytes.  A write is answered when its copies have been made.  Never merges, moves or frees anything.
+Copies are queued on streams of the engine's own, one for each direction, so that they never wait for scatters.  A
+read is answered at once: whatever the caller's stream does next waits for it.  A write is answered when its copies
+have been made.  Never merges, moves or frees anything.
 Read path:  index -> catalog -> plan -> [arena] -> window -> kernels.scatter
 """
 
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 from flatcake.errors import CapacityError
-from flatcake.io.device import PIN_CHUNK_BYTES, Device, Event, Stream
+from flatcake.io.device import PIN_CHUNK_BYTES, Device, DoneEvent, Event, Stream, When
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import ByteArray, Files
 from flatcake.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-When = Callable[[Event, Callable[[], None]], None]
-"""Calls back from any thread once the event has been reached."""
+_LOOK_S = 0.001
 
 
 class Arena:
@@ -90,53 +91,70 @@ class ArenaEngine:
         Args:
             arena: Stays open until `close` has said that nothing is in flight.
             device: Does the copies.
-            when: How to hear that an event has been reached; not used for events that are reached already.
+            when: How to hear that a write's event has been reached; not used for one that is reached already.
         """
         self._arena = arena
         self._device = device
         self._when = when
+        self._upwards, self._downwards = device.new_stream(), device.new_stream()
         self._changed = threading.Condition()
-        self._in_flight = 0
+        self._writing = 0
+        self._last_read: Event = DoneEvent()
         self._closed = False
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
         """Queue copies to the buffer; `done` comes before this returns."""
-        if self._enter(batch, buffer, done):
-            results, event = self._copy(batch, buffer, stream, is_read=True)
-            answer(done, results)
-            self._settle(event, lambda: None)
+        check_batch(batch, buffer, files=1)
+        with self._changed:  # The last event is that of the last copies.
+            copied = None if self._closed else self._copy(batch, buffer, self._upwards, is_read=True)
+            if copied is not None:
+                self._last_read = copied[1]
+        if copied is None:
+            refuse(batch, errno.ECANCELED, done)
+            return
+        self._device.wait(stream, copied[1])
+        answer(done, copied[0])
 
     def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
         """Queue copies to the arena; `done` comes when they have been made."""
-        if self._enter(batch, buffer, done):
-            results, event = self._copy(batch, buffer, stream, is_read=False)
-            self._settle(event, lambda: answer(done, results))
+        check_batch(batch, buffer, files=1)
+        with self._changed:
+            copied = None if self._closed else self._copy(batch, buffer, self._downwards, is_read=False)
+            self._writing += copied is not None
+        if copied is None:
+            refuse(batch, errno.ECANCELED, done)
+            return
+        results, event = copied
+
+        def settled() -> None:
+            answer(done, results)
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
+
+        if event.done():
+            settled()
+        else:
+            self._when(event, settled)
 
     def close(self, wait_ns: int) -> bool:
         """Refuse further batches, and wait for copies under way, `wait_ns` at most; whether none are left."""
+        until_ns = time.monotonic_ns() + wait_ns
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
-            return self._in_flight == 0
+            while not (is_idle := self._writing == 0 and self._last_read.done()) and time.monotonic_ns() < until_ns:
+                self._changed.wait(_LOOK_S)
+            return is_idle
 
     def check(self) -> None:
         """Assert that the count of batches makes sense."""
         self._arena.check()
         with self._changed:
-            assert self._in_flight >= 0, self._in_flight
-
-    def _enter(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> bool:
-        check_batch(batch, buffer, files=1)
-        with self._changed:
-            closed = self._closed
-            self._in_flight += not closed
-        if closed:
-            refuse(batch, errno.ECANCELED, done)
-        return not closed
+            assert self._writing >= 0, self._writing
 
     def _copy(
         self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, *, is_read: bool
-    ) -> tuple[list[Result], Event | None]:
+    ) -> tuple[list[Result], Event]:
         """Queue all copies; what lies beyond the arena is an error, as at the end of a file."""
         results: list[Result] = []
         base, arena = buffer.address, self._arena.address
@@ -151,21 +169,7 @@ class ArenaEngine:
             return results, self._device.record(stream)
         except RuntimeError as error:  # A device that has failed; its error stays until the process ends.
             log.error("copies of %d ranges of the DRAM arena failed: %s", len(batch), error)
-            return [Result(0, errno.EIO) for _ in batch], None
-
-    def _settle(self, event: Event | None, then: Callable[[], None]) -> None:
-        """Call `then` and forget the batch, once its copies have been made."""
-
-        def settled() -> None:
-            then()
-            with self._changed:
-                self._in_flight -= 1
-                self._changed.notify_all()
-
-        if event is None or event.done():
-            settled()
-        else:
-            self._when(event, settled)
+            return [Result(0, errno.EIO) for _ in batch], DoneEvent()
 
 
 def _pinned_spans(start: int, end: int) -> Iterator[tuple[int, int]]:

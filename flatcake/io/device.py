@@ -6,25 +6,32 @@ at once, so its events are done when they are made.
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from flatcake.errors import DeviceError
-from flatcake.io.seam import Files, HostMemory, view_memory
+from flatcake.io.seam import ByteArray, Files, HostMemory, view_memory
 
 PIN_CHUNK_BYTES = 1 << 30
 
 Stream = Any
 
 
-class Event(Protocol):
-    """A point in a stream's work."""
+class Point(Protocol):
+    """Something that is reached once, and can be asked about."""
 
     def done(self) -> bool:
-        """Whether that point has been reached; never blocks."""
+        """Whether it has been reached; never blocks."""
+
+
+When = Callable[[Point, Callable[[], None]], None]
+"""Calls back from any thread once the point has been reached."""
+
+
+class Event(Point, Protocol):
+    """A point in a stream's work."""
 
     def wait(self) -> None:
         """Block the calling thread until it has been reached."""
@@ -42,13 +49,37 @@ class Device(Protocol):
     def window(self, size_bytes: int) -> torch.Tensor: ...  # zeroed uint8
     def new_stream(self) -> Stream: ...
     def stream_of(self, stream: object) -> Stream: ...  # a caller's stream, or its current one for None
+    def pointer(self, stream: Stream) -> int | None: ...  # for launches; None where a stream is nothing
     def use(self, stream: Stream) -> None: ...  # torch and Triton launch on it from now on, in this thread
     def record(self, stream: Stream) -> Event: ...
     def wait(self, stream: Stream, event: Event) -> None: ...  # later work of the stream waits for the event
     def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None: ...  # addresses, either side
-    def upload(self, array: npt.NDArray[Any], stream: Stream) -> torch.Tensor: ...
+    def mirror(self, size_bytes: int, stream: Stream) -> "Mirror": ...  # `use` the stream before
     def pin(self, memory: HostMemory) -> None: ...
     def unpin(self, memory: HostMemory) -> None: ...
+
+
+class Mirror:
+    """Memory of one size on both sides, for small tables that go up and sums that come back.
+
+    What is queued may read or write either side, so it must live until that has been reached.
+    """
+
+    def __init__(self, device: Device, host: torch.Tensor, tensor: torch.Tensor, stream: Stream) -> None:
+        self.host: ByteArray = host.numpy()
+        """uint8 [bytes], pinned; not cleared."""
+        self.tensor = tensor
+        """uint8 [bytes] on the device."""
+        self._device, self._stream = device, stream
+        self._host_address, self._address = int(host.data_ptr()), int(tensor.data_ptr())
+
+    def push(self) -> None:
+        """Queue the way of all bytes to the device."""
+        self._device.copy(self._address, self._host_address, self.host.nbytes, self._stream)
+
+    def pull(self, start: int, end: int) -> None:
+        """Queue the way of bytes `start` … `end` - 1 to the host."""
+        self._device.copy(self._host_address + start, self._address + start, end - start, self._stream)
 
 
 class DoneEvent:
@@ -83,6 +114,9 @@ class CpuDevice:
     def stream_of(self, stream: object) -> Stream:
         return None
 
+    def pointer(self, stream: Stream) -> int | None:
+        return None
+
     def use(self, stream: Stream) -> None:
         return None
 
@@ -95,8 +129,9 @@ class CpuDevice:
     def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
         view_memory(target, size_bytes)[:] = view_memory(source, size_bytes)
 
-    def upload(self, array: npt.NDArray[Any], stream: Stream) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array))
+    def mirror(self, size_bytes: int, stream: Stream) -> Mirror:
+        host, there = (torch.empty(size_bytes, dtype=torch.uint8) for _ in range(2))
+        return Mirror(self, host, there, stream)
 
     def pin(self, memory: HostMemory) -> None:
         return None
@@ -156,6 +191,9 @@ class CudaDevice:
             raise DeviceError(f"stream {stream!r}: expected a torch or CuPy stream, or its pointer")
         return self._external(pointer)
 
+    def pointer(self, stream: Stream) -> int | None:
+        return int(stream.cuda_stream)
+
     def use(self, stream: Stream) -> None:
         torch.cuda.set_stream(stream)
 
@@ -172,10 +210,9 @@ class CudaDevice:
         kind = self._runtime.memcpyDefault
         self._runtime.memcpyAsync(target, source, size_bytes, kind, stream.cuda_stream)
 
-    def upload(self, array: npt.NDArray[Any], stream: Stream) -> torch.Tensor:
-        with torch.cuda.stream(stream):
-            host = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
-            return host.to(self._torch, non_blocking=True)
+    def mirror(self, size_bytes: int, stream: Stream) -> Mirror:
+        host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return Mirror(self, host, torch.empty(size_bytes, dtype=torch.uint8, device=self._torch), stream)
 
     def pin(self, memory: HostMemory) -> None:
         with contextlib.ExitStack() as undo:  # All of it or nothing.

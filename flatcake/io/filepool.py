@@ -49,6 +49,8 @@ class FilePool:
     File i lies in directory i modulo their number, so that neighbours in the address space use different disks.
     """
 
+    homes: tuple[str, ...]
+    """The directories, without symbolic links."""
     fds: tuple[int, ...]
     paths: tuple[str, ...]
     direct: bool
@@ -75,6 +77,7 @@ class FilePool:
         with ExitStack() as undo:
             self._undo = undo
             homes = _resolve(files, spec.directories)
+            self.homes = tuple(homes)
             wanted = [_header(spec, self.count, place) for place in range(len(homes))]
             before = [self._claim(home, header) for home, header in zip(homes, wanted, strict=True)]
             self.paths = tuple(f"{homes[i % len(homes)]}/pool-{i:04d}.fc" for i in range(self.count))

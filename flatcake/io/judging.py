@@ -5,7 +5,7 @@ once, whenever a layer is complete, and compared on the host when the records ar
 layer.  Pump's thread only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,28 +15,33 @@ from flatcake.io.pieces import Work
 from flatcake.io.records import ExtentRef, Record, extents_of
 from flatcake.io.restore import Restore
 from flatcake.io.tilecopy import TileCopy
-from flatcake.io.verdict import expected_sums, failed_blocks
+from flatcake.io.verdict import wanted_sums
 from flatcake.kernels.checksum import Sums
-from flatcake.messages import BASE, MEDIUM, block_column
+from flatcake.messages import BASE, MEDIUM, Int64Array, block_column
 
 
 class Judging:
     """Verifies one restore, or only waves it through where checksums are off."""
 
-    def __init__(self, parts: Parts, restore: Restore, work: Work, idle: Callable[[], None]) -> None:
+    def __init__(
+        self, parts: Parts, restore: Restore, work: Work, layer_tiles: Sequence[int], idle: Callable[[], None]
+    ) -> None:
         self._parts, self._restore, self._work = parts, restore, work
         self._idle = idle
         """Called whenever the last open verdict is in."""
         self._waits_for_records = 0
         self._records: dict[ExtentRef, Record] = {}
-        self._expected: Sums | None = None
+        self._wanted: Sums | None = None
         self._unfetched: list[int] = []
         self._groups = 0
         self._unjudged: list[list[int]] = []
         self._bad_rows: dict[int, list[int]] = {}
-        self._unverified = layer_tiles(work, parts.lanes.layer_count)
+        self._unverified = list(layer_tiles)
+        self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
+        self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
         self._stream: Stream = None
-        self._copy: TileCopy
+        self.copy: TileCopy
+        """Set it before a tile is scattered."""
 
     @property
     def is_idle(self) -> bool:
@@ -44,9 +49,9 @@ class Judging:
         unfetched = self._unfetched and not self._restore.dropped
         return not (self._waits_for_records or self._groups or unfetched)
 
-    def start(self, copy: TileCopy, stream: Stream) -> None:
+    def start(self, stream: Stream) -> None:
         """Refuse extents that have a later tenant, and look for the records of the others."""
-        self._copy, self._stream = copy, stream
+        self._stream = stream
         for ref in extents_of(self._work.plan.runs):
             if self._parts.book.is_stale(ref):
                 self._fail_extent(ref, "stale plan")
@@ -63,7 +68,7 @@ class Judging:
             self._bad_rows[tile] = bad
         if fetch:
             group, self._unfetched = self._unfetched, []
-            self._copy.fetch_sums(group)
+            self.copy.fetch_sums(group)
             fetched = self._parts.device.record(self._stream)
             self._groups += 1
             self._parts.pump.when(fetched, lambda: self._on_fetched(group), self)
@@ -81,35 +86,38 @@ class Judging:
     def _judge_waiting(self) -> None:
         if self._waits_for_records or not self._parts.verify:
             return
-        if self._expected is None:
-            layers = self._parts.lanes.layer_count
-            self._expected = expected_sums(self._work.plan, self._work.pieces, self._records, layers)
+        if self._wanted is None:
+            plan, pieces = self._work.plan, self._work.pieces
+            self._wanted = wanted_sums(plan, pieces, self._records, self._parts.payload_bytes)
         groups, self._unjudged = self._unjudged, []
         for group in groups:
             self._groups -= 1
             if not self._restore.dropped:
-                self._judge(group, self._expected)
+                self._judge(group, self._wanted)
         if self.is_idle:
             self._idle()
 
-    def _judge(self, group: list[int], expected: Sums) -> None:
-        pieces, tiles = self._work.pieces, self._work.tiles
-        bounds = pieces.tile_pieces
-        rows = np.concatenate([np.arange(bounds[tile], bounds[tile + 1]) for tile in group])
-        bad = [row for tile in group for row in self._bad_rows.pop(tile, ())]
-        rows = np.setdiff1d(rows, bad) if bad else rows
-        sums = self._copy.sums[rows]
-        payload_bytes = self._parts.payload_bytes
-        failed = failed_blocks(sums, expected[rows], pieces.seeds[rows], pieces.table[rows], payload_bytes)
-        if len(failed):
-            self._parts.counts["blocks_failed_checksum"] += len(failed)
-            self._restore.damaged.update(failed.tolist())
-            self._restore.note_bad(int(failed[0]), "checksum")
+    def _judge(self, group: list[int], wanted: Sums) -> None:
+        found, first_layer, last_layer = self.copy.sums, self._first_layer, self._last_layer
+        bounds = self._work.pieces.tile_pieces
+        complete = []
         for tile in group:
-            for layer in range(int(tiles.tile_first_layer[tile]), int(tiles.tile_last_layer[tile]) + 1):
+            start, end = bounds[tile], bounds[tile + 1]
+            differs = found[start:end] != wanted[start:end]
+            for row in self._bad_rows.pop(tile, ()):
+                differs[row - start] = False
+            if differs.any():
+                self._fail_blocks(np.unique(self._work.pieces.table[start:end][differs, 1]))
+            for layer in range(first_layer[tile], last_layer[tile] + 1):
                 self._unverified[layer] -= 1
                 if not self._unverified[layer]:
-                    self._restore.note_verified(layer)
+                    complete.append(layer)
+        self._restore.note_verified(complete)
+
+    def _fail_blocks(self, blocks: Int64Array) -> None:
+        self._parts.counts["blocks_failed_checksum"] += len(blocks)
+        self._restore.damaged.update(blocks.tolist())
+        self._restore.note_bad(int(blocks[0]), "checksum")
 
     def _want_record(self, ref: ExtentRef) -> None:
         record = self._parts.book.find(ref)
@@ -136,12 +144,3 @@ class Judging:
             self._restore.note_bad(int(blocks[0]), reason)
         found: list[int] = blocks.tolist()
         return found
-
-
-def layer_tiles(work: Work, layers: int) -> list[int]:
-    """Per layer: in how many tiles it lies."""
-    inside = (work.tiles.tile_first_layer <= np.arange(layers)[:, None]) & (
-        np.arange(layers)[:, None] <= work.tiles.tile_last_layer
-    )
-    counts: list[int] = inside.sum(axis=1).tolist()
-    return counts

@@ -1,41 +1,47 @@
-"""The engine of kvikio: straight into GPU memory, by its own threads and bounce buffers.  Paper §3.4.
+"""The engine of kvikio: transfers between files and host memory, by its own threads.  Paper §3.4.
 
-Where GPUDirect Storage is not proven this is POSIX underneath, so it is called ``kvikio-compat``.  kvikio has
-one pool of threads a process, and no cancel.  Imports nothing: it is handed the module.
-Read path:  index -> catalog -> plan -> [kvikio] -> window -> kernels.scatter
+They are threads of C++, so a large read costs no Python but its start and its end.  kvikio can read into GPU memory,
+too, but where GPUDirect Storage is not proven it does so by bounce buffers, a thread waiting for each copy; a ring in
+front of it (`io.staged`) is quicker.  kvikio has one pool of threads a process, and no cancel.  Imports nothing: it is
+handed the module.
+Read path:  index -> catalog -> plan -> [kvikio] -> staged -> window -> kernels.scatter
 """
 
 import errno
 import logging
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from flatcake.io.device import Device, Stream
+from flatcake.io.device import Stream, When
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.units import MiB
 
 log = logging.getLogger(__name__)
 
-_REAPERS = 4
+_LOOK_S = 0.001
 _BOUNCE_BYTES_MIN = 16 * MiB
+_SWEEP = 16
+"""Every so many times all batches are asked, so that one that hangs does not hide the others."""
 
 
 class KvikioEngine:
-    """Moves batches between files and GPU memory, or host memory.  Safe to call from several threads."""
+    """Moves batches between files and host memory.  Safe to call from several threads."""
 
-    name = "kvikio-compat"
+    name = "kvikio"
 
     def __init__(
-        self, kvikio: Any, paths: Sequence[str], device: Device, *, threads: int, task_bytes: int, direct: bool
+        self, kvikio: Any, paths: Sequence[str], when: When, *, threads: int, task_bytes: int, direct: bool
     ) -> None:
-        """Set kvikio's process-wide defaults, open the files, and start the threads that wait for futures.
+        """Set kvikio's process-wide defaults, and open the files.
 
         Args:
             kvikio: The module, see `device.load_kvikio`.
             paths: One file for each file number of a transfer; opened again by kvikio.
-            device: Whose memory the buffers are.
+            when: How to hear that futures are done; kvikio calls nobody back.
             threads: Threads of kvikio's pool.
             task_bytes: Largest part of a transfer that one of them takes.
             direct: Whether to go around the page cache.
@@ -43,7 +49,7 @@ class KvikioEngine:
         Raises:
             RuntimeError, OSError, ValueError, KeyError: As kvikio does; the caller turns them into a reason.
         """
-        self._device = device
+        self._when = when
         self._files: list[Any] = []
         self._count = len(paths)
         _set_defaults(
@@ -57,16 +63,12 @@ class KvikioEngine:
         except BaseException:
             self._close_files()
             raise
-        self._changed = threading.Condition()
-        self._in_flight = 0
+        self._lock = threading.Lock()
         self._closed = False
-        self._pending: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._reap, name=f"flatcake-kvikio-{number}", daemon=True)
-            for number in range(_REAPERS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._pending: deque[_Pending] = deque()
+        """Oldest first."""
+        self._answering = 0
+        self._is_watched = False
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
         """Start reading; see `Engine.read`.  Transfers below kvikio's 16 KiB threshold are done before it returns."""
@@ -77,50 +79,47 @@ class KvikioEngine:
         self._submit("pwrite", batch, buffer, done)
 
     def close(self, wait_ns: int) -> bool:
-        """Finish what was submitted, end the threads, close the files.
+        """Finish what was submitted, close the files.
 
         Returns:
             Whether nothing is in flight; otherwise the files stay open; call again later.
         """
-        with self._changed:
+        until_ns = time.monotonic_ns() + wait_ns
+        with self._lock:
             self._closed = True
-            self._changed.wait_for(lambda: self._in_flight == 0, wait_ns / 1e9)
-            is_idle = self._in_flight == 0
-            threads, self._threads = (self._threads, []) if is_idle else ([], self._threads)
-        for _ in threads:
-            self._pending.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        if is_idle:
+        while (is_busy := self._is_busy()) and time.monotonic_ns() < until_ns:
+            time.sleep(_LOOK_S)
+        if not is_busy:
             self._close_files()
-        return is_idle
+        return not is_busy
 
     def check(self) -> None:
         """Assert that files are open as long as something is in flight."""
-        with self._changed:
-            assert self._in_flight >= 0, self._in_flight
-            assert self._files or not self._in_flight
+        assert self._files or not self._is_busy()
+
+    def _is_busy(self) -> bool:
+        with self._lock:
+            return bool(self._pending or self._answering)
 
     def _submit(self, verb: str, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         check_batch(batch, buffer, self._count)
         if not any(transfer.size_bytes for transfer in batch):
             answer(done, [Result(0, 0) for _ in batch])
             return
-        with self._changed:
-            closed = self._closed
-            self._in_flight += not closed
+        with self._lock:  # A transfer that has begun is known to `close`.
+            closed, is_watched = self._closed, self._is_watched
+            if not closed:
+                self._pending.append(_Pending([self._start(verb, part, buffer) for part in batch], done))
+                self._is_watched = True
         if closed:
             refuse(batch, errno.ECANCELED, done)
-            return
-        parts = [self._start(verb, transfer, buffer) for transfer in batch]
-        self._pending.put(_Pending(parts, done))
+        elif not is_watched:
+            self._when(_News(self._pending), self._reap)
 
     def _start(self, verb: str, transfer: Transfer, buffer: Buffer) -> "_Part":
         file, offset_bytes, size_bytes, buffer_offset = transfer
-        # kvikio takes GPU tensors by their array interface, but refuses torch's host tensors.
-        memory = buffer.tensor if buffer.host is None else buffer.host
-        view = memory[buffer_offset : buffer_offset + size_bytes]
+        assert buffer.host is not None, "a ring stands between kvikio and GPU memory"
+        view = buffer.host[buffer_offset : buffer_offset + size_bytes]
         if size_bytes == 0:
             return _Part(view, None, 0)
         try:
@@ -131,14 +130,25 @@ class KvikioEngine:
         return _Part(view, future, size_bytes)
 
     def _reap(self) -> None:
-        self._device.enter_thread()
-        while (pending := self._pending.get()) is not None:
-            results = [_result(part) for part in pending.parts]
-            done, pending = pending.done, None  # Lets go of the buffer before the caller has it back.
+        """Answer the batches that are done, and watch for the next."""
+        ready, pending = [], self._pending
+        with self._lock:
+            while pending and pending[0].is_done():
+                ready.append(pending.popleft())
+            if not ready:  # One behind it is: a sweep has found it.
+                ready = [each for each in pending if each.is_done()]
+                for each in ready:
+                    pending.remove(each)
+            self._answering += len(ready)
+            more = self._is_watched = bool(pending)
+        for each in ready:
+            results, done = [_result(part) for part in each.parts], each.done
+            each.parts.clear()  # Lets go of the buffer before the caller has it back.
             answer(done, results)
-            with self._changed:
-                self._in_flight -= 1
-                self._changed.notify_all()
+        with self._lock:
+            self._answering -= len(ready)
+        if more:
+            self._when(_News(pending), self._reap)
 
     def _close_files(self) -> None:
         files, self._files = self._files, []
@@ -149,7 +159,8 @@ class KvikioEngine:
                 log.warning("kvikio could not close a file: %s", error)
 
 
-class _Part(NamedTuple):
+@dataclass(slots=True)
+class _Part:
     """One transfer under way; `view` keeps its memory alive, as kvikio's future does not."""
 
     view: Any
@@ -157,11 +168,36 @@ class _Part(NamedTuple):
     size_bytes: int
 
 
-class _Pending(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Pending:
     """One submission under way."""
 
     parts: list[_Part]
     done: Done
+
+    def is_done(self) -> bool:
+        return all(part.future is None or _is_done(part.future) for part in self.parts)
+
+
+class _News:
+    """Reached when some batch is done.  They end roughly in order, so mostly the oldest alone is asked."""
+
+    def __init__(self, pending: deque[_Pending]) -> None:
+        self._pending = pending
+        self._asked = 0
+
+    def done(self) -> bool:
+        self._asked += 1
+        count = len(self._pending) if self._asked % _SWEEP == 0 else 1
+        return any(self._pending[number].is_done() for number in range(count))
+
+
+def _is_done(future: Any) -> bool:
+    try:
+        return bool(future.done())
+    except Exception as error:  # `get` will say it again, and that counts.
+        log.debug("a future of kvikio cannot be asked: %s", error)
+        return True
 
 
 def _result(part: _Part) -> Result:

@@ -9,7 +9,7 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flatcake.errors import OwnershipError
@@ -18,6 +18,7 @@ from flatcake.io.salvage import is_sound
 from flatcake.io.seam import Files
 from flatcake.manifest import (
     GENERATION_LIMIT,
+    Flags,
     State,
     Stored,
     TurnRow,
@@ -25,6 +26,7 @@ from flatcake.manifest import (
     decode_state,
     encode_row,
     encode_state,
+    trim_row,
 )
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.db"
 GENERATION_STEP = 1 << 20
 """Generations are promised to be used in such steps, so that few commits need to say so."""
+STATE_NUMBER, ABOUT_NUMBER = 0, 1
+"""Rows of the table `state`."""
 SCOPE_SHIFT = 24
 """A row's number is its scope's, then this many bits of the commit's: a scope is one stretch of the table."""
 
@@ -43,13 +47,14 @@ _SCOPE_LIMIT = 1 << (62 - SCOPE_SHIFT)
 class ManifestDB:
     """One directory's manifest.  Any number of threads may call; its lock on the directory is the pool's."""
 
-    def __init__(self, files: Files, path: str, origin: bytes) -> None:
+    def __init__(self, files: Files, path: str, origin: bytes, about: bytes = b"") -> None:
         """Open or make the file.
 
         Args:
             files: The seam to the system.
             path: The file.
             origin: Of this store; rows of any other are no rows.
+            about: What the store is, for whoever looks at the file later (`flatcake.about`).
 
         Raises:
             OwnershipError: It is locked, or may not be read or written.
@@ -57,7 +62,7 @@ class ManifestDB:
             CapacityError: There is no room for it.
         """
         self.counts: Counter[str] = Counter()
-        self._files, self._path, self._origin = files, path, origin
+        self._files, self._path, self._origin, self._about = files, path, origin, about
         self._lock = threading.Lock()
         self._dropped_turns: list[int] = []
         self._dropped_scopes: list[int] = []
@@ -80,7 +85,7 @@ class ManifestDB:
         assert self._database is not None
         with self._lock:
             try:
-                state = decode_state(self._one("SELECT body FROM state WHERE number = 0"))
+                state = decode_state(self._one(f"SELECT body FROM state WHERE number = {STATE_NUMBER}"))
                 stored, bad = decode_rows(self._database.execute("SELECT number, body FROM turns"), self._origin)
             except sqlite3.Error as error:
                 raise self._refusal(str(error)) from error
@@ -110,7 +115,8 @@ class ManifestDB:
         with self._lock:
             self._generation += GENERATION_STEP
             steps = [("DELETE FROM turns", ())] if everything else []
-            if not self._transact([*steps, self._state(was_closed=False)]):
+            about = ("INSERT OR REPLACE INTO state VALUES (?, ?)", (ABOUT_NUMBER, self._about))
+            if not self._transact([*steps, self._state(was_closed=False), about]):
                 raise self._refusal("it cannot be written")
 
     # -- Manifest ---------------------------------------------------------------------------------------
@@ -144,6 +150,26 @@ class ManifestDB:
                 return False
             self._scope_limit = scope_limit
             steps = [("DELETE FROM turns WHERE number < ?", (min(scope_limit, _SCOPE_LIMIT) << SCOPE_SHIFT,))]
+            return self._transact(steps) and self._checkpoint()
+
+    def trim(self, bad: Mapping[int, Flags], states: Mapping[int, bytes]) -> bool:
+        """Forget single blocks of turns, for good; all of it or nothing; whether it is on the disk.
+
+        Args:
+            bad: For turns by number: which of their blocks are to go, bool [blocks].
+            states: Rows of the table `state` that must be there afterwards, by number.
+        """
+        steps: list[tuple[str, tuple[object, ...]]] = [
+            ("INSERT OR REPLACE INTO state VALUES (?, ?)", each) for each in states.items()
+        ]
+        with self._lock:
+            for number, flags in bad.items():
+                body = self._one(f"SELECT body FROM turns WHERE number = {number:d}")
+                left = trim_row(body, ~flags, self._origin) if isinstance(body, bytes) else b""
+                if left:
+                    steps.append(("UPDATE turns SET body = ? WHERE number = ?", (left, number)))
+                else:
+                    steps.append(("DELETE FROM turns WHERE number = ?", (number,)))
             return self._transact(steps) and self._checkpoint()
 
     # -- the end ----------------------------------------------------------------------------------------
@@ -198,7 +224,7 @@ class ManifestDB:
     def _state(self, *, was_closed: bool) -> tuple[str, tuple[object, ...]]:
         used = self._used if was_closed else ()
         state = State(origin=self._origin, generation=self._generation, was_closed=was_closed, used=used)
-        return "INSERT OR REPLACE INTO state VALUES (0, ?)", (encode_state(state),)
+        return "INSERT OR REPLACE INTO state VALUES (?, ?)", (STATE_NUMBER, encode_state(state))
 
     def _transact(self, steps: Sequence[tuple[str, tuple[object, ...]]]) -> bool:
         """Do what was dropped, then the steps, all or nothing."""

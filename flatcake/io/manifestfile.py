@@ -10,7 +10,7 @@ import sqlite3
 
 from flatcake.errors import CapacityError, FormatError, OwnershipError
 from flatcake.io.pooldir import explained
-from flatcake.io.salvage import BODY_BYTES_MAX, Row, is_sound, salvage
+from flatcake.io.salvage import BODY_BYTES_MAX, DAMAGE, Row, is_sound, salvage
 from flatcake.io.seam import Files
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def open_manifest(files: Files, path: str) -> tuple[sqlite3.Connection, int]:
             _make(files, path)
         try:
             return _connect(files, path), damages
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             _require_damage(error, path)
             rows = _readable_rows(files, path)
             _set_aside(files, path, str(error))
@@ -120,7 +120,7 @@ def _readable_rows(files: Files, path: str) -> list[Row]:
             return salvage(database, ROWS_MAX)
         finally:
             files.close_database(database)
-    except sqlite3.Error:
+    except DAMAGE:
         return []
 
 
@@ -146,7 +146,7 @@ def _set_aside(files: Files, path: str, reason: str) -> None:
             continue
 
 
-def _require_damage(error: sqlite3.Error, path: str) -> None:
+def _require_damage(error: Exception, path: str) -> None:
     """Refuse what is no damage: a lock, missing rights, a full disk."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

@@ -4,6 +4,7 @@ Pure: arrays in, arrays out.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -23,15 +24,6 @@ class Pieces:
     """int64 [tiles + 1]: tile t has the pieces tile_pieces[t] … tile_pieces[t + 1] - 1."""
     seeds: Sums
     """uint32 [pieces]: seeds of the checksums."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Work:
-    """A plan, expanded for one data plane."""
-
-    plan: Plan
-    tiles: TilePlan
-    pieces: Pieces
 
 
 def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pieces:
@@ -55,3 +47,17 @@ def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pie
     generations = block_column(plan, GENERATION)[table[:, 1]].astype(np.uint64)
     seeds = piece_seeds(plan.keys[table[:, 1]], table[:, 2], generations, layout)
     return Pieces(table=table, tile_pieces=ends[tiles.tile_segments], seeds=seeds)
+
+
+class Work:
+    """A plan, expanded for one data plane."""
+
+    def __init__(self, plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> None:
+        self.plan = plan
+        self.tiles = tiles
+        self._lanes, self._layout = lanes, layout
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Made when they are first asked for: a restore begins to read without them."""
+        return pieces_of(self.plan, self.tiles, self._lanes, self._layout)

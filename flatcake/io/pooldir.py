@@ -69,16 +69,30 @@ def claim(files: Files, home: str, header: Header) -> tuple[int, Header | None]:
         FormatError: It holds another format, or foreign files under our names.  Nothing was changed.
     """
     with explained(files, home, "the pool needs a lock"):
-        found = _inspect(files, home, header.version)  # Before anything is written there.
+        found = find_header(files, home, header.version)  # Before anything is written there.
         lock = _lock(files, f"{home}/{LOCK}", is_ours=found is not None)
         try:
-            before = _inspect(files, home, header.version)
+            before = find_header(files, home, header.version)
             pid, host, now = os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
             files.write_text(lock, f"{_MAGIC} pid {pid} on {host} since {now}\n")
         except BaseException:
             attempt(files.close, lock)
             raise
         return lock, before
+
+
+def find_header(files: Files, home: str, version: int) -> Header | None:
+    """The header of a directory, or None if it is new or damaged; refuses what is not ours.
+
+    Either of two files says that a directory is ours, so that damage to one of them costs what is stored at most.
+    """
+    names = files.list_directory(home)
+    is_ours = LOCK in names and _first_line(files, f"{home}/{LOCK}").startswith(_MAGIC)
+    header = _read_header(files, f"{home}/{FORMAT}", version, is_ours=is_ours) if FORMAT in names else None
+    foreign = [name for name in names if POOL_NAME.fullmatch(name)]
+    if header is None and foreign and not is_ours:
+        raise FormatError(f"{home}/{foreign[0]}: no readable {FORMAT} file says whose it is; use another directory")
+    return header
 
 
 def let_go(files: Files, lock: int) -> None:
@@ -151,20 +165,6 @@ def _lock(files: Files, path: str, *, is_ours: bool) -> int:
     return lock
 
 
-def _inspect(files: Files, home: str, version: int) -> Header | None:
-    """The header of a directory, or None if it is new or damaged; refuses what is not ours.
-
-    Either of two files says that a directory is ours, so that damage to one of them costs what is stored at most.
-    """
-    names = files.list_directory(home)
-    is_ours = LOCK in names and _first_line(files, f"{home}/{LOCK}").startswith(_MAGIC)
-    header = _read_header(files, f"{home}/{FORMAT}", version, is_ours=is_ours) if FORMAT in names else None
-    foreign = [name for name in names if POOL_NAME.fullmatch(name)]
-    if header is None and foreign and not is_ours:
-        raise FormatError(f"{home}/{foreign[0]}: no readable {FORMAT} file says whose it is; use another directory")
-    return header
-
-
 def _read_header(files: Files, path: str, version: int, *, is_ours: bool) -> Header | None:
     text = files.read_text(path, _TEXT_BYTES_MAX + 1)
     if len(text) <= _HEADER_BYTES and not text.strip("\0 \n"):
@@ -175,7 +175,7 @@ def _read_header(files: Files, path: str, version: int, *, is_ours: bool) -> Hea
         found = None
     if not isinstance(found, dict) or found.get("magic") != _MAGIC:
         if is_ours:
-            log.warning("%s: damaged, it is written anew; what is stored is forgotten", path)
+            log.warning("%s: damaged; an open writes it anew, and forgets what is stored", path)
             return None
         raise FormatError(f"{path}: not the header of a FlatCake pool; use another directory, or empty this one")
     if found.get("version") != version:

@@ -15,15 +15,15 @@ import numpy as np
 
 from flatcake.config import IOConfig
 from flatcake.errors import DeviceError
-from flatcake.io.arena import When
-from flatcake.io.device import Device, load_kvikio
+from flatcake.io.device import Device, When, load_kvikio
 from flatcake.io.engine import Buffer, Engine, Result, Transfer
 from flatcake.io.filepool import FilePool
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.memory import MemoryEngine
 from flatcake.io.posix import PosixEngine
 from flatcake.io.seam import ByteArray, Files
-from flatcake.io.staged import StagedEngine, Twins
+from flatcake.io.sizing import RingSize
+from flatcake.io.staged import StagedEngine
 from flatcake.units import DIRECT_BYTES, SECOND, MiB
 
 log = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ class Around:
     files: Files
     device: Device
     when: When
-    """How to hear that an event has been reached; called from any thread."""
+    """How to hear that events and futures have been reached; called from any thread."""
     file_count: int
     file_bytes: int
     pool: FilePool | None
     """Needed by all but `memory`."""
-    twins: Twins
-    """For host engines in front of a GPU."""
+    ring: RingSize
+    """In front of a GPU."""
     load_kvikio: Callable[[], Any] = load_kvikio
 
 
@@ -76,7 +76,7 @@ def choose_engine(settings: IOConfig, around: Around) -> tuple[Engine, str]:
     if asked == "auto" and around.device.is_host:
         return _posix(settings, around, around.pool), "posix: there is no GPU"
     found = _try_kvikio(settings, around, around.pool)
-    if isinstance(found, KvikioEngine):
+    if not isinstance(found, str):
         return found, f"{found.name}: wrote, read back and compared {PROBE_BYTES // MiB} MiB"
     if asked == "kvikio":
         raise DeviceError(f"io.engine kvikio cannot be used: {found}; use auto or posix")
@@ -97,29 +97,34 @@ def kvikio_threads(processors: int) -> int:
 
 def _posix(settings: IOConfig, around: Around, pool: FilePool) -> Engine:
     threads = settings.io_threads or posix_threads(around.files.processors())
-    engine = PosixEngine(around.files, pool.fds, threads=threads, task_bytes=settings.task_bytes)
+    return _stage(PosixEngine(around.files, pool.fds, threads=threads, task_bytes=settings.task_bytes), around)
+
+
+def _stage(engine: Engine, around: Around) -> Engine:
+    """Put a ring in front of an engine that cannot reach the window's memory."""
     if around.device.is_host:
         return engine
     try:
-        return StagedEngine(engine, around.device, around.files, around.twins, around.when)
+        return StagedEngine(engine, around.device, around.files, around.ring, around.when)
     except BaseException:
         engine.close(CLOSE_WAIT_NS)
         raise
 
 
-def _try_kvikio(settings: IOConfig, around: Around, pool: FilePool) -> KvikioEngine | str:
+def _try_kvikio(settings: IOConfig, around: Around, pool: FilePool) -> Engine | str:
     """The engine, if its probe passes; else the reason."""
     try:
-        engine = KvikioEngine(
+        kvikio = KvikioEngine(
             around.load_kvikio(),
             pool.paths,
-            around.device,
+            around.when,
             threads=settings.kvikio_threads or kvikio_threads(around.files.processors()),
             task_bytes=settings.kvikio_task_bytes,
             direct=pool.direct,
         )
     except Exception as error:  # kvikio and its libraries raise whatever they like.
         return f"it cannot be set up ({error})"
+    engine = _stage(kvikio, around)
     try:
         fault = _compare(engine, around, pool)
     except (OSError, RuntimeError) as error:

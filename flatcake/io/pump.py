@@ -14,7 +14,7 @@ from collections.abc import Callable
 from sortedcontainers import SortedDict
 
 from flatcake.clock import Clock
-from flatcake.io.device import Device, Event
+from flatcake.io.device import Device, Point
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Pump:
         self._queue: queue.SimpleQueue[Handler | None] = queue.SimpleQueue()
         self._timers: SortedDict = SortedDict()
         self._numbers = itertools.count()
-        self._watched: dict[int, deque[tuple[Event, Handler]]] = {}
+        self._watched: dict[int, deque[tuple[Point, Handler]]] = {}
         """By line: events of one line come one after another, so only the first of each is asked for."""
         self.on_failure: Handler = _nothing
         """Called on the pump's thread when a handler has raised; set it before the first `post`."""
@@ -57,7 +57,7 @@ class Pump:
         """Drop what `at` was told; one that has fired is no error.  On the pump's thread only."""
         self._timers.pop(timer, None)
 
-    def when(self, event: Event, handler: Handler, line: object = None) -> None:
+    def when(self, event: Point, handler: Handler, line: object = None) -> None:
         """Run `handler` once the device has reached `event`: now if it has.  On the pump's thread only.
 
         Args:
@@ -73,6 +73,13 @@ class Pump:
             handler()
         else:
             self._watched[number] = deque([(event, handler)])
+
+    def watch(self, event: Point, handler: Handler) -> None:
+        """Run `handler` on the pump's thread once `event` has been reached.  From any thread."""
+        if self.on_thread():
+            self.when(event, handler)
+        else:
+            self.post(lambda: self.when(event, handler))
 
     def on_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -97,16 +104,24 @@ class Pump:
 
     def _run(self) -> None:
         self._device.enter_thread()
-        while True:
-            try:
-                handler = self._queue.get(timeout=self._patience_s())
-            except queue.Empty:
-                handler = _nothing
-            if handler is None:
-                return
-            self._call(handler)
+        while self._run_posted():
             self._fire_timers()
             self._fire_events()
+
+    def _run_posted(self) -> bool:
+        """Wait for handlers, then run those that are there now; False when the last was the end."""
+        try:
+            handler = self._queue.get(timeout=self._patience_s())
+            for _ in range(self._queue.qsize()):
+                if handler is None:
+                    return False
+                self._call(handler)
+                handler = self._queue.get_nowait()
+        except queue.Empty:
+            return True
+        if handler is not None:
+            self._call(handler)
+        return handler is not None
 
     def _patience_s(self) -> float | None:
         if self._watched:

@@ -1,15 +1,17 @@
 """The pump's side of a restore: tiles through slots, and the report at the end.
 
 Everything here runs on the pump's thread and never blocks.  The order of a tile: a free slot, its reads, all
-results checked, then under the restore's guard the scatter and its event; after that event the slot is free
-again.  Verdicts are `io.judging`'s.
+results checked, then under the restore's lock the scatter and its event; with that event the slot goes back to the
+window.  A restore is over when the device has reached the last of these events.  Verdicts are `io.judging`'s.
 """
 
 from collections.abc import Callable
 
-from flatcake.io.device import Event, Stream
+import numpy as np
+
+from flatcake.io.device import DoneEvent, Event, Point, Stream
 from flatcake.io.engine import Buffer, Result
-from flatcake.io.judging import Judging, layer_tiles
+from flatcake.io.judging import Judging
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
 from flatcake.io.restore import Restore
@@ -26,16 +28,20 @@ class Reading:
         self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None], slots_max: int
     ) -> None:
         self._parts, self._restore, self._report, self._slots_max = parts, restore, report, slots_max
-        self._plan, self._tiles, self._pieces = work.plan, work.tiles, work.pieces
+        self._work, self._plan, self._tiles = work, work.plan, work.tiles
         self._next_tile = 0
         self._in_flight = 0
+        """Tiles that are being read."""
+        self._last: Point = DoneEvent()
+        """After it, the device is through with all tiles that have been read."""
+        self._is_ending = False
         self._has_started = False
         self.is_over = False
         self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
         self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
         self._unread = layer_tiles(work, parts.lanes.layer_count)
         """Per layer: tiles that are not scattered yet."""
-        self._judging = Judging(parts, restore, work, self.end_if_idle)
+        self._judging = Judging(parts, restore, work, self._unread, self.end_if_idle)
         self._stream: Stream = None
         self._copy: TileCopy
         self._mover: TileMover
@@ -47,10 +53,12 @@ class Reading:
         parts.restores_active += 1
         self._stream = parts.take_stream()
         self._mover = TileMover(parts, self._tiles, self._stream, write=False)
-        parts.device.wait(self._stream, after)
-        self._copy = parts.copier.start(self._tiles, self._pieces, pages, self._stream, sums=parts.verify)
-        self._judging.start(self._copy, self._stream)
-        self._advance()
+        self._judging.start(self._stream)
+        self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
+        if not self._is_ending:  # Else it was dropped before its turn came.
+            parts.device.wait(self._stream, after)
+            self._copy = parts.copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=parts.verify)
+            self._judging.copy = self._copy
 
     def drop(self, reason: str) -> None:
         """Give the pages back; what is in flight ends in its slot.  It need not have started."""
@@ -61,10 +69,15 @@ class Reading:
         """End when every tile is through, or was given up and nothing is in flight."""
         dropped = bool(self._restore.dropped)
         unstarted = not dropped and self._next_tile < self._tiles.tiles
-        if self.is_over or self._in_flight or unstarted or not self._judging.is_idle:
+        if self._is_ending or self._in_flight or unstarted or not self._judging.is_idle:
             return
+        self._is_ending = True
+        self._parts.pump.when(self._last, self._end)
+
+    def _end(self) -> None:
         self.is_over = True
         self._parts.window.leave(self._advance)
+        self._parts.window.collect()
         self._judging.end()
         if self._has_started:
             self._parts.restores_active -= 1
@@ -110,47 +123,54 @@ class Reading:
         self._mover.move(tile, slot, lambda results: self._on_read(tile, slot, results))
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result]) -> None:
-        bad = bad_pieces(self._parts, self._tiles, self._pieces, tile, results)
+        bad = bad_pieces(self._parts.lanes, self._tiles, self._work.pieces, tile, results)
         if bad:
             error = next((result.error for result in results if result.error), 0)
-            block = int(self._pieces.table[bad, 1].min())
+            block = int(self._work.pieces.table[bad, 1].min())
             self._restore.note_bad(block, f"read failed (errno {error})")
         try:
             event = self._scatter(tile, slot, bad)
         except BaseException:
-            event = self._parts.device.record(self._stream)
-            self._parts.pump.post(lambda: self._on_failed(slot, event))  # After all have heard of it.
+            self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.
             raise
-        self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
+        self._retire(slot, event or self._parts.device.record(self._stream))
 
-    def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event:
-        """Queue a tile's scatter, unless the pages have gone back to the caller.
+    def _on_failed(self, slot: Buffer) -> None:
+        """A tile is missing, so nothing may count."""
+        self._restore.cancel("internal error")
+        self._retire(slot, self._parts.device.record(self._stream))
 
-        Returns:
-            An event after which the slot is unused: a read from DRAM may itself still be in the stream.
-        """
+    def _retire(self, slot: Buffer, event: Event) -> None:
+        """A tile is through; `event` also covers a read from DRAM that was not scattered."""
+        self._in_flight -= 1
+        self._last = event
+        self._parts.window.give_back(slot, event)
+        self._advance()
+
+    def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event | None:
+        """Queue a tile's scatter, unless the pages have gone back to the caller; the event after it."""
         restore = self._restore
-        with restore.guard:
+        with restore.lock:
             if restore.dropped:
-                return self._parts.device.record(self._stream)
-            with span("restore.scatter", size_bytes=len(slot.tensor)):
+                return None
+            with span("restore.scatter", size_bytes=slot.tensor.shape[0]):
                 self._copy.scatter(tile, slot, bad)
             event = restore.last_event = self._parts.device.record(self._stream)
-            completes = False
-            for layer in range(self._first_layer[tile], self._last_layer[tile] + 1):
+            first, last = self._first_layer[tile], self._last_layer[tile]
+            complete = []
+            for layer in range(first, last + 1):
                 self._unread[layer] -= 1
                 if not self._unread[layer]:
-                    restore.note_layer(layer, event)
-                    completes = True
-            self._judging.note_scattered(tile, bad, fetch=completes)
+                    complete.append(layer)
+            restore.note_layers(complete, event)
+            self._judging.note_scattered(tile, bad, fetch=bool(complete))
             return event
 
-    def _on_failed(self, slot: Buffer, event: Event) -> None:
-        """A tile is missing, so nothing may count; its slot is free after what was queued of it."""
-        self._restore.cancel("internal error")
-        self._parts.pump.when(event, lambda: self._on_scattered(slot), self)
 
-    def _on_scattered(self, slot: Buffer) -> None:
-        self._in_flight -= 1
-        self._parts.window.give_back(slot)
-        self._advance()
+def layer_tiles(work: Work, layers: int) -> list[int]:
+    """Per layer: in how many tiles it lies."""
+    inside = (work.tiles.tile_first_layer <= np.arange(layers)[:, None]) & (
+        np.arange(layers)[:, None] <= work.tiles.tile_last_layer
+    )
+    counts: list[int] = inside.sum(axis=1).tolist()
+    return counts

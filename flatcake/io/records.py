@@ -39,8 +39,8 @@ class ExtentRef(NamedTuple):
 
 def extents_of(runs: Runs) -> list[ExtentRef]:
     """Each extent of a plan once."""
-    rows = np.unique(runs.table[:, [MEDIUM, BASE, ROOM, GENERATION]], axis=0)
-    return [ExtentRef(*row) for row in rows.tolist()]
+    rows = runs.table[:, [MEDIUM, BASE, ROOM, GENERATION]].tolist()
+    return [ExtentRef(*row) for row in sorted(set(map(tuple, rows)))]
 
 
 @dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ Read path:  plan -> [restore]: window slot -> engine -> kernels.scatter -> event
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flatcake.clock import Clock
@@ -30,6 +30,8 @@ class RestoreResult:
     """Bytes asked of the media, bridged holes included."""
     reads: int
     """Read commands, over all layers."""
+    tiles: int
+    """Window slots that were filled one after another for it."""
     first_layer_ns: int | None
     """From start until layer 0 was queued for the device; None if it never was."""
     total_ns: int
@@ -44,8 +46,9 @@ class Restore:
         self._device, self._clock, self._tiles = device, clock, tiles
         self._blocks, self._block_tokens = blocks, block_tokens
         self._started_ns = clock.now_ns()
-        self.guard = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
         """Held for every change below, and while a scatter is launched."""
+        self._changed = threading.Condition(self.lock)
         self.layer_event: list[Event | None] = [None] * layers
         self.layer_verified = [False] * layers
         self.last_event: Event = DoneEvent()
@@ -82,8 +85,8 @@ class Restore:
         """
         if not 0 <= layer < len(self.layer_event):
             raise ShapeError(f"layer {layer}: expected 0 … {len(self.layer_event) - 1}")
-        with self.guard:
-            self.guard.wait_for(lambda: self._is_over() or self._is_ready(layer, verified))
+        with self.lock:
+            self._changed.wait_for(lambda: self._is_over() or self._is_ready(layer, verified))
             event = self.layer_event[layer]
             if self.dropped or self.first_bad is not None:
                 return False
@@ -97,8 +100,8 @@ class Restore:
 
         Must be asked before anything that was computed from the pages is shown to a user or saved.
         """
-        with self.guard:
-            self.guard.wait_for(self.done)
+        with self.lock:
+            self._changed.wait_for(self.done)
             blocks = self._good_blocks()
             return RestoreResult(
                 blocks=blocks,
@@ -106,13 +109,14 @@ class Restore:
                 reason=self.dropped or self.reason,
                 read_bytes=self._tiles.read_bytes,
                 reads=len(self._tiles.reads),
+                tiles=self._tiles.tiles,
                 first_layer_ns=self._first_layer_ns,
                 total_ns=self._ended_ns - self._started_ns,
             )
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        with self.guard:
+        with self.lock:
             return self._ended or bool(self.dropped)
 
     def on_layer(self, layer: int, call: Callable[[], None]) -> None:
@@ -120,7 +124,7 @@ class Restore:
 
         Never called if that layer never comes.  It must be short, must not block, and must not raise.
         """
-        with self.guard:
+        with self.lock:
             if self.layer_event[layer] is None:
                 self._layer_calls.append((layer, call))
                 return
@@ -131,7 +135,7 @@ class Restore:
 
         From then on `result` returns at once.  It must be short, must not block, and must not raise.
         """
-        with self.guard:
+        with self.lock:
             if not self._ended:
                 self._end_calls.append(call)
                 return
@@ -145,11 +149,11 @@ class Restore:
             end in their slots.  A restore that is over is left as it is.
         """
         call = None
-        with self.guard:
+        with self.lock:
             if not self.done() and not self._settled:
                 self.dropped = reason
                 self._ended_ns = self._clock.now_ns()
-                self.guard.notify_all()
+                self._changed.notify_all()
                 call, self.on_drop = self.on_drop, None
             event = self.last_event
         if call is not None:
@@ -158,41 +162,48 @@ class Restore:
 
     def note_bad(self, block: int, reason: str) -> None:
         """Keep the smallest bad block, and release all who wait."""
-        with self.guard:
+        with self.lock:
             if self.first_bad is None or block < self.first_bad:
                 self.first_bad, self.reason = block, reason
-                self.guard.notify_all()
+                self._changed.notify_all()
 
-    def note_layer(self, layer: int, event: Event) -> None:
-        """A layer's last tile has been queued for the device, before `event`."""
-        with self.guard:
-            self.layer_event[layer] = event
-            if layer == 0:
+    def note_layers(self, layers: Sequence[int], event: Event) -> None:
+        """The last tiles of these layers have been queued for the device, before `event`."""
+        if not layers:
+            return
+        due = []
+        with self.lock:
+            for layer in layers:
+                self.layer_event[layer] = event
+            if layers[0] == 0:
                 self._first_layer_ns = self._clock.now_ns() - self._started_ns
-            self.guard.notify_all()
-            due = [call for number, call in self._layer_calls if number == layer]
-            self._layer_calls = [entry for entry in self._layer_calls if entry[0] != layer]
+            self._changed.notify_all()
+            if self._layer_calls:
+                due = [call for number, call in self._layer_calls if number in layers]
+                self._layer_calls = [entry for entry in self._layer_calls if entry[0] not in layers]
         for call in due:
             call()
 
-    def note_verified(self, layer: int) -> None:
-        with self.guard:
-            self.layer_verified[layer] = True
-            self.guard.notify_all()
+    def note_verified(self, layers: Sequence[int]) -> None:
+        """The checksums of these layers are right, or known not to be."""
+        with self.lock:
+            for layer in layers:
+                self.layer_verified[layer] = True
+            self._changed.notify_all()
 
     def settle(self) -> int:
         """Fix how the restore ended, before that is reported; returns the blocks that it delivered."""
-        with self.guard:
+        with self.lock:
             self._settled = True
             return self._good_blocks()
 
     def end(self) -> None:
         """Nothing is in flight any more, all verdicts are in, and the catalog knows."""
-        with self.guard:
+        with self.lock:
             if not self.done():
                 self._ended_ns = self._clock.now_ns()
             self._ended, self.on_drop = True, None
-            self.guard.notify_all()
+            self._changed.notify_all()
             due, self._end_calls, self._layer_calls = self._end_calls, [], []
         for call in due:
             call()

@@ -15,13 +15,15 @@ _STEPS_BETWEEN = 100_000
 _FAULTS_MAX = 10_000
 
 Row = tuple[int, object]
+DAMAGE = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises of a damaged file; the second where its message quotes damaged text."""
 
 
 def is_sound(database: sqlite3.Connection) -> bool:
     """Whether SQLite can walk all of its pages.  Cost: about 2 ms a MiB."""
     try:
         return bool(database.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
-    except sqlite3.DatabaseError:
+    except DAMAGE:
         return False
 
 
@@ -65,7 +67,7 @@ def _behind(database: sqlite3.Connection, start: int) -> int:
 def _is_readable(database: sqlite3.Connection, start: int) -> bool:
     try:
         database.execute("SELECT number, body FROM turns WHERE number >= ? ORDER BY number", (start,)).fetchone()
-    except sqlite3.Error:
+    except DAMAGE:
         return False
     return True
 
@@ -73,5 +75,5 @@ def _is_readable(database: sqlite3.Connection, start: int) -> bool:
 def _rows_from(database: sqlite3.Connection, start: int) -> Iterator[Row]:
     try:
         yield from database.execute("SELECT number, body FROM turns WHERE number >= ? ORDER BY number", (start,))
-    except sqlite3.Error:
+    except DAMAGE:
         return

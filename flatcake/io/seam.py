@@ -13,6 +13,7 @@ import mmap
 import os
 import sqlite3
 import stat
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -123,6 +124,29 @@ class Files:
             raise
         return fd
 
+    def open_reading(self, path: str, *, direct: bool) -> int:
+        """Open a regular file for reading alone, never through a symbolic link; errors as for `open_file`."""
+        fd = os.open(path, os.O_RDONLY | _PATH_FLAGS | os.O_NONBLOCK | (os.O_DIRECT if direct else 0))
+        try:
+            _require_regular(fd, path)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def is_locked(self, fd: int) -> bool:
+        """Whether another process has locked some of an open file, as SQLite does; asks, and takes no lock.
+
+        Not in the process that holds the lock: there, closing `fd` would let go of it.
+        """
+        wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # The whole file.
+        answer = fcntl.fcntl(fd, fcntl.F_GETLK, wanted)
+        return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
+
+    def modified_ns(self, fd: int) -> int:
+        """When a file was written last, in nanoseconds since 1970."""
+        return os.fstat(fd).st_mtime_ns
+
     def open_database(self, path: str, *, blob_bytes_max: int) -> sqlite3.Connection:
         """Open a SQLite database that is there; transactions are the caller's.
 
@@ -132,6 +156,7 @@ class Files:
             sqlite3.Error: Whatever SQLite says; it has looked at nothing of the content yet.
         """
         database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        database.text_factory = _lenient  # Damage may make text of a blob.
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, blob_bytes_max)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
         return database
@@ -221,6 +246,10 @@ class Files:
 def view_memory(address: int, size_bytes: int) -> ByteArray:
     """Host memory at an address, as bytes; the caller keeps its owner alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+
+def _lenient(text: bytes) -> str:
+    return text.decode(errors="replace")
 
 
 def _require_regular(fd: int, path: str) -> None:

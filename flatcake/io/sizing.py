@@ -2,7 +2,7 @@
 
 Pure.  A slot holds at least one piece.  On a GPU slots are 24 MiB: at PCIe's rate that is half a millisecond,
 more than Python needs for a tile.  On the host they are 8 MiB, and 12 of them: reads end in bursts, and while
-some slots are scattered the others keep the disk busy.
+some slots are scattered the others keep the disk busy.  In front of a GPU, host memory is a ring of fixed size.
 """
 
 from dataclasses import dataclass
@@ -24,6 +24,26 @@ class WindowSize:
     slots: int
     save_slots: int
     slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RingSize:
+    """How much host memory a staged engine may hold: a ring for each direction, of `buffer_bytes` each entry."""
+
+    buffer_bytes: int
+    """Largest chunk; a multiple of 4 KiB."""
+    reads: int
+    """Chunks that are read at once; more wait."""
+    writes: int
+    """Chunks that are written at once; more wait."""
+
+    @property
+    def size_bytes(self) -> int:
+        return (self.reads + self.writes) * self.buffer_bytes
+
+
+GPU_RING = RingSize(buffer_bytes=12 * MiB, reads=6, writes=3)
+"""108 MiB, of which reads use 72: the ring stays in the last-level cache of a server's processor."""
 
 
 def size_window(settings: IOConfig, lanes: LaneTable, *, is_host: bool) -> WindowSize:

@@ -14,6 +14,7 @@ from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Pieces
 from flatcake.io.plan import TilePlan
+from flatcake.layout import LaneTable
 from flatcake.messages import Int64Array
 
 Answer = Callable[[list[Result]], None]
@@ -57,7 +58,7 @@ class TileMover:
         move(batch, slot, self._stream, lambda found: parts.pump.post(partial(collect, found)))
 
 
-def bad_pieces(parts: Parts, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:
+def bad_pieces(lanes: LaneTable, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:
     """Pieces of a tile whose bytes did not all arrive, as rows of `pieces`; empty when all is well."""
     first = int(tiles.tile_reads[tile])
     sizes = tiles.reads[first : first + len(results), 2].tolist()
@@ -68,6 +69,6 @@ def bad_pieces(parts: Parts, tiles: TilePlan, pieces: Pieces, tile: int, results
     read_of = np.repeat(tiles.segment_read[segments], tiles.segments[segments, 3]) - first
     moved: Int64Array = np.array([result.moved_bytes for result in results], np.int64)
     good_end = tiles.reads[first : first + len(results), 3] + moved
-    piece_end = pieces.table[begin:end, 0] + parts.lanes.piece_bytes[pieces.table[begin:end, 2]]
+    piece_end = pieces.table[begin:end, 0] + lanes.piece_bytes[pieces.table[begin:end, 2]]
     rows: list[int] = (begin + np.flatnonzero(piece_end > good_end[read_of])).tolist()
     return rows

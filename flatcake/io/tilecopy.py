@@ -4,8 +4,8 @@ A copy object belongs to one plan.  It scatters or gathers tile after tile, and 
 were computed in the same pass.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from flatcake.io.pieces import Pieces
 from flatcake.io.plan import TilePlan
 from flatcake.io.seam import ByteArray
 from flatcake.kernels.checksum import Sums
-from flatcake.kernels.gather import gather_pieces
+from flatcake.kernels.copies import CopyRuns, Tables
+from flatcake.kernels.gather import gather_runs
 from flatcake.kernels.hostcopy import HostPages, gather_segments, scatter_segments, sum_segments
 from flatcake.kernels.kvtable import KVTable
-from flatcake.kernels.scatter import scatter_pieces
+from flatcake.kernels.scatter import scatter_runs
 from flatcake.messages import Int64Array
+from flatcake.units import DIRECT_BYTES, align_up
 
 
 class TileCopy(Protocol):
@@ -110,57 +112,87 @@ class GpuCopier:
         self.device = device
         self.programs_max = programs_max
 
+    def warm(self, *, sums: bool) -> None:
+        """Have the kernels compiled, by copies that touch no page, so that the first restore need not wait for it."""
+        device, stream, before = self.device, self.device.new_stream(), self.device.stream_of(None)
+        device.use(stream)
+        tables = PieceTables(device, 1, self.table.pages_per_block, stream, sums=sums)
+        tables.fill(np.zeros((1, 3), np.int64), np.full(self.table.pages_per_block, -1), np.zeros(1, np.uint32))
+        scratch = device.window(align_up(self.table.payload_bytes(0), DIRECT_BYTES))
+        for runs in (scatter_runs, gather_runs):
+            runs(tables.kernel_tables, self.table, self.programs_max).launch(scratch, 0, 1)
+        device.record(stream).wait()
+        device.use(before)
+
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
         return _GpuCopy(self, pieces, pages, stream, sums)
 
 
+class PieceTables:
+    """Tables of one plan on both sides: pieces, pages and seeds go up in one copy, sums come back."""
+
+    def __init__(self, device: Device, pieces: int, pages: int, stream: Stream, *, sums: bool) -> None:
+        sizes = [24 * pieces, 8 * pages, 4 * pieces * sums, 4 * pieces * sums]
+        self._ends: list[int] = np.cumsum(sizes).tolist()
+        mirror = self._mirror = device.mirror(self._ends[-1], stream)
+        sides: tuple[Any, Any] = mirror.host, mirror.tensor
+        host, there = ([side[end - size : end] for end, size in zip(self._ends, sizes, strict=True)] for side in sides)
+        self._host = host[0].view(np.int64), host[1].view(np.int64), host[2].view(np.uint32)
+        self.sums: Sums = host[3].view(np.uint32)
+        """uint32 [pieces]: what has been fetched."""
+        both = (there[3].view(torch.int32), there[2].view(torch.int32)) if sums else (None, None)
+        self.kernel_tables: Tables = (there[0].view(torch.int64).view(-1, 3), there[1].view(torch.int64), *both)
+
+    def fill(self, pieces: Int64Array, pages: Int64Array, seeds: Sums) -> None:
+        """Set all tables and zero the sums; queues the way to the device."""
+        self._host[0][:] = pieces.reshape(-1)
+        self._host[1][:] = pages.reshape(-1)
+        if len(self.sums):
+            self._host[2][:] = seeds
+            self.sums[:] = 0
+        self._mirror.push()
+
+    def fetch(self, first: int, last: int) -> None:
+        """Queue the way of the sums of pieces `first` … `last` - 1 to the host."""
+        if len(self.sums):
+            self._mirror.pull(self._ends[2] + 4 * first, self._ends[2] + 4 * last)
+
+
 class _GpuCopy:
     def __init__(self, copier: GpuCopier, pieces: Pieces, pages: Int64Array, stream: Stream, sums: bool) -> None:
-        device, self._copier, self._stream = copier.device, copier, stream
+        copier.device.use(stream)
+        self._copier, self._stream = copier, copier.device.pointer(stream)
         self._bounds: list[int] = pieces.tile_pieces.tolist()
-        self._table = device.upload(pieces.table, stream)
-        self._pages = device.upload(pages.reshape(-1), stream)
-        self._seeds = device.upload(pieces.seeds.view(np.int32), stream) if sums else None
-        device.use(stream)
-        self._sums = torch.zeros_like(self._seeds) if self._seeds is not None else None
-        self._host_sums = torch.zeros(len(pieces.table), dtype=torch.int32, pin_memory=True) if sums else None
+        self._tables = PieceTables(copier.device, len(pieces.table), pages.size, stream, sums=sums)
+        self._tables.fill(pieces.table, pages, pieces.seeds)
+        self._runs: dict[bool, CopyRuns] = {}
 
     def scatter(self, tile: int, slot: Buffer, skip: Sequence[int] = ()) -> None:
         first, last = self._bounds[tile], self._bounds[tile + 1]
+        runs = self._kernel(scatter=True)
         if not skip:
-            self._launch(scatter_pieces, slot, first, last)
+            runs.launch(slot.tensor, first, last, self._stream)
             return
         dropped = set(skip)
         for start in range(first, last):  # A faulty read is rare: piece by piece is quick enough.
             if start not in dropped:
-                self._launch(scatter_pieces, slot, start, start + 1)
+                runs.launch(slot.tensor, start, start + 1, self._stream)
 
     def gather(self, tile: int, slot: Buffer) -> None:
-        self._launch(gather_pieces, slot, self._bounds[tile], self._bounds[tile + 1])
+        self._kernel(scatter=False).launch(slot.tensor, self._bounds[tile], self._bounds[tile + 1], self._stream)
 
     def fetch_sums(self, tiles: Sequence[int]) -> None:
-        if self._sums is None or self._host_sums is None:
-            return
-        first, last = self._bounds[min(tiles)], self._bounds[max(tiles) + 1]  # Others among them: copied again later.
-        self._copier.device.use(self._stream)
-        self._host_sums[first:last].copy_(self._sums[first:last], non_blocking=True)
+        self._tables.fetch(self._bounds[min(tiles)], self._bounds[max(tiles) + 1])  # Others among them: again later.
 
     @property
     def sums(self) -> Sums:
-        assert self._host_sums is not None
-        return self._host_sums.numpy().view(np.uint32)
+        return self._tables.sums
 
-    def _launch(self, kernel: Callable[..., None], slot: Buffer, first: int, last: int) -> None:
-        self._copier.device.use(self._stream)
-        kernel(
-            slot.tensor,
-            self._table[first:last],
-            self._pages,
-            self._copier.table,
-            sums=self._sums[first:last] if self._sums is not None else None,
-            seeds=self._seeds[first:last] if self._seeds is not None else None,
-            programs_max=self._copier.programs_max,
-        )
+    def _kernel(self, *, scatter: bool) -> CopyRuns:
+        if scatter not in self._runs:
+            make = scatter_runs if scatter else gather_runs
+            self._runs[scatter] = make(self._tables.kernel_tables, self._copier.table, self._copier.programs_max)
+        return self._runs[scatter]
 
 
 def _host_bytes(slot: Buffer) -> ByteArray:

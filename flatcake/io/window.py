@@ -6,19 +6,28 @@ Its size never depends on a request.  Belongs to the pump's thread.
 from collections import deque
 from collections.abc import Callable
 
-from flatcake.io.device import Device
+from flatcake.io.device import Device, DoneEvent, Point, When
 from flatcake.io.engine import Buffer
+
+_NOW = DoneEvent()
 
 
 class Window:
-    """Slots, and those who wait for one, first come first served."""
+    """Slots, and those who wait for one, first come first served.
 
-    def __init__(self, device: Device, *, slots: int, slot_bytes: int) -> None:
+    A slot comes back with the point after which the device does not touch it any more.  Nobody is told when that has
+    been reached: the slots on their way are looked at when one is asked for, and watched only while somebody waits.
+    """
+
+    def __init__(self, device: Device, *, slots: int, slot_bytes: int, when: When) -> None:
         memory = device.window(slots * slot_bytes)
         self.slots = slots
         self.slot_bytes = slot_bytes
+        self._when = when
         self._free = deque(Buffer.of(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(slots))
+        self._coming: list[tuple[Point, Buffer]] = []
         self._waiting: dict[Callable[[], None], None] = {}
+        self._is_watched = False
 
     @property
     def size_bytes(self) -> int:
@@ -26,25 +35,60 @@ class Window:
 
     @property
     def free_slots(self) -> int:
+        """Slots that were free when somebody last looked."""
         return len(self._free)
 
     def take(self) -> Buffer | None:
         """A free slot, or None: then `wait` and try again."""
+        if not self._free:
+            self.collect()
         return self._free.popleft() if self._free else None
 
     def wait(self, retry: Callable[[], None]) -> None:
         """Call `retry` once when a slot has become free; one that waits already keeps its place."""
         self._waiting[retry] = None
+        self._watch()
 
     def leave(self, retry: Callable[[], None]) -> None:
         """Wait no longer; one that does not wait is no error."""
         self._waiting.pop(retry, None)
 
-    def give_back(self, slot: Buffer) -> None:
-        """Return a slot in which nothing is in flight, and wake those who wait while there is one."""
-        self._free.append(slot)
-        assert len(self._free) <= self.slots
+    def give_back(self, slot: Buffer, after: Point = _NOW) -> None:
+        """Return a slot that is unused once `after` has been reached, and wake those who wait while there is one."""
+        if after.done():
+            self._free.append(slot)
+        else:
+            self._coming.append((after, slot))
+        assert len(self._free) + len(self._coming) <= self.slots
+        if self._waiting:
+            self._serve()
+
+    def collect(self) -> None:
+        """Free the slots whose points have been reached."""
+        coming, self._coming = self._coming, []
+        for after, slot in coming:
+            if after.done():
+                self._free.append(slot)
+            else:
+                self._coming.append((after, slot))
+
+    def done(self) -> bool:
+        """Whether a slot can be collected, or none is coming: the point that is watched for those who wait."""
+        return not self._coming or any(after.done() for after, _ in self._coming)
+
+    def _serve(self) -> None:
+        self.collect()
         while self._free and self._waiting:
             retry = next(iter(self._waiting))
             del self._waiting[retry]
             retry()
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._waiting and self._coming and not self._is_watched:
+            self._is_watched = True
+            self._when(self, self._on_reached)
+
+    def _on_reached(self) -> None:
+        self._is_watched = False
+        self._serve()

@@ -128,28 +128,36 @@ def finish(sums: npt.ArrayLike, payload_bytes: npt.ArrayLike, seeds: npt.ArrayLi
 
     One to one for a given length and seed, so finishing loses nothing.
     """
-    wide = (np.atleast_1d(np.asarray(value)).astype(np.int64) & _LOW for value in (sums, payload_bytes, seeds))
-    return np.asarray(_finish(*wide)).astype(np.uint32)
+    wide, size_bytes, seed = (_wide(value) for value in (sums, payload_bytes, seeds))
+    return _mix32(wide ^ _salt(size_bytes, seed)).astype(np.uint32)
 
 
-def finish_tensor(sums: Any, payload_bytes: Any, seeds: Any) -> Any:
-    """`finish` on the device: torch integer tensors in (`payload_bytes` may be an `int`), no synchronisation.
-
-    Returns:
-        int64 tensor [n] of values in [0, 2**32), equal to what `finish` returns.
-    """
-    return _finish(sums.long() & _LOW, payload_bytes & _LOW, seeds.long() & _LOW)
+def unfinish(recorded: npt.ArrayLike, payload_bytes: npt.ArrayLike, seeds: npt.ArrayLike) -> Sums:
+    """What `finish` was given: the unfinished sums, uint32 [n], that must be found for these recorded ones."""
+    wide, size_bytes, seed = (_wide(value) for value in (recorded, payload_bytes, seeds))
+    return (_unmix32(wide) ^ _salt(size_bytes, seed)).astype(np.uint32)
 
 
-def _finish(sums: Any, payload_bytes: Any, seeds: Any) -> Any:
-    # Works on signed 64-bit values below 2**32, which numpy and torch both have; products wrap, the mask cuts them.
-    salt = _mix32((seeds + (payload_bytes * 0x9E3779B1 & _LOW)) & _LOW)
-    return _mix32(sums ^ salt)
+def _wide(value: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    # Signed 64-bit values below 2**32: products wrap, the mask cuts them.
+    wide: npt.NDArray[np.int64] = np.atleast_1d(np.asarray(value)).astype(np.int64) & _LOW
+    return wide
 
 
-def _mix32(x: Any) -> Any:
+def _salt(size_bytes: npt.NDArray[np.int64], seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return _mix32((seeds + (size_bytes * 0x9E3779B1 & _LOW)) & _LOW)
+
+
+def _mix32(x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
+    return x ^ (x >> 16)
+
+
+def _unmix32(x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    # The steps of `_mix32` backwards, with the inverses of its factors modulo 2**32.
+    x = ((x ^ (x >> 16)) * 0x43021123) & _LOW
+    x = ((x ^ (x >> 15) ^ (x >> 30)) * 0x1D69E2A5) & _LOW
     return x ^ (x >> 16)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatcake.kernels.copies import launch_copy, walk_pages
+from flatcake.kernels.copies import CopyRuns, Tables, walk_pages
 from flatcake.kernels.kvtable import KVTable
 from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
 
@@ -45,6 +45,15 @@ def _gather_kernel(
         item += tl.num_programs(0)
 
 
+def gather_runs(tables: Tables, kv: KVTable, programs_max: int | None) -> CopyRuns:
+    """What `gather_pieces` does, for many ranges of the same tables, as a data plane launches it.
+
+    Raises:
+        ShapeError: As `gather_pieces` does.
+    """
+    return CopyRuns(_gather_kernel, tables, kv, programs_max)
+
+
 def gather_pieces(
     window: Tensor,
     pieces: Tensor,
@@ -73,7 +82,9 @@ def gather_pieces(
 
     Offsets, blocks, layers and pages lie on the device and are not checked: wrong ones read wrong memory.
     """
-    launch_copy(_gather_kernel, (window, pieces, pages, sums, seeds), kv, programs_max)
+    runs = gather_runs((pieces, pages, sums, seeds), kv, programs_max)
+    kv.check_window(window)
+    runs.launch(window, 0, len(pieces))
 
 
 def gather_pieces_ref(
@@ -86,5 +97,5 @@ def gather_pieces_ref(
     seeds: Tensor | None = None,
 ) -> None:
     """What `gather_pieces` means: the same arguments, in host memory, a page at a time."""
-    for staged, memory in walk_pages((window, pieces, pages, sums, seeds), kv):
+    for staged, memory in walk_pages(window, (pieces, pages, sums, seeds), kv):
         staged[...] = memory

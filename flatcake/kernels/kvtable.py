@@ -175,23 +175,28 @@ class KVTable:
             raise ShapeError(f"{items} work items, programs_max={programs_max}: expected below 2**31, and 1 or more")
         return Walk(items, chunks, min(items, programs_max), tile, wide)
 
-    def check_launch(
-        self, window: Tensor, pieces: Tensor, pages: Tensor, sums: Tensor | None, seeds: Tensor | None
-    ) -> None:
-        """Check what a launcher was given, without reading from the device.
+    def check_window(self, window: Tensor) -> None:
+        """Check the window of a launch.
 
         Raises:
-            ShapeError: A shape, dtype, stride, alignment or device differs from what the kernels expect.
+            ShapeError: Its shape, dtype, stride, alignment or device differs from what the kernels expect.
         """
         _expect("window", window, torch.uint8, 1, self.rows.device)
+        if window.data_ptr() % 16 or window.shape[0] % 16:
+            raise ShapeError(f"window at {window.data_ptr():#x}, {window.shape[0]} bytes: expected multiples of 16")
+
+    def check_tables(self, pieces: Tensor, pages: Tensor, sums: Tensor | None, seeds: Tensor | None) -> None:
+        """Check the tables of a launch, without reading from the device.
+
+        Raises:
+            ShapeError: A shape, dtype, stride or device differs from what the kernels expect.
+        """
         _expect("pieces", pieces, torch.int64, 2, self.rows.device)
         _expect("pages", pages, torch.int64, 1, self.rows.device)
         if pieces.shape[1] != 3:
             raise ShapeError(f"pieces {list(pieces.shape)}: expected [n, 3]: window offset, block, layer")
         if pages.shape[0] % self.pages_per_block:
             raise ShapeError(f"pages [{pages.shape[0]}]: expected a multiple of {self.pages_per_block} pages per block")
-        if window.data_ptr() % 16 or window.shape[0] % 16:
-            raise ShapeError(f"window at {window.data_ptr():#x}, {window.shape[0]} bytes: expected multiples of 16")
         if (sums is None) != (seeds is None):
             raise ShapeError("sums and seeds: expected both or neither")
         for name, given in (("sums", sums), ("seeds", seeds)):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatcake.kernels.copies import launch_copy, walk_pages
+from flatcake.kernels.copies import CopyRuns, Tables, walk_pages
 from flatcake.kernels.kvtable import KVTable
 from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
 
@@ -46,6 +46,15 @@ def _scatter_kernel(
         item += tl.num_programs(0)
 
 
+def scatter_runs(tables: Tables, kv: KVTable, programs_max: int | None) -> CopyRuns:
+    """What `scatter_pieces` does, for many ranges of the same tables, as a data plane launches it.
+
+    Raises:
+        ShapeError: As `scatter_pieces` does.
+    """
+    return CopyRuns(_scatter_kernel, tables, kv, programs_max)
+
+
 def scatter_pieces(
     window: Tensor,
     pieces: Tensor,
@@ -74,7 +83,9 @@ def scatter_pieces(
 
     Offsets, blocks, layers and pages lie on the device and are not checked: wrong ones write wrong memory.
     """
-    launch_copy(_scatter_kernel, (window, pieces, pages, sums, seeds), kv, programs_max)
+    runs = scatter_runs((pieces, pages, sums, seeds), kv, programs_max)
+    kv.check_window(window)
+    runs.launch(window, 0, len(pieces))
 
 
 def scatter_pieces_ref(
@@ -87,5 +98,5 @@ def scatter_pieces_ref(
     seeds: Tensor | None = None,
 ) -> None:
     """What `scatter_pieces` means: the same arguments, in host memory, a page at a time."""
-    for staged, memory in walk_pages((window, pieces, pages, sums, seeds), kv):
+    for staged, memory in walk_pages(window, (pieces, pages, sums, seeds), kv):
         memory[...] = staged

@@ -15,6 +15,7 @@ from flatcake.loop.request import EnginePages, LoopOptions, as_table
 from flatcake.messages import Int64Array
 from flatcake.sched.actions import Action, Actions, CancelPrefetch, Forget, ReturnPages, StartPrefetch
 from flatcake.sched.mas import Scheduler
+from flatcake.sched.shared import SharedClock
 from flatcake.store import Store
 from flatcake.trace import span
 from flatcake.units import SECOND
@@ -40,8 +41,7 @@ class Driver:
         self.store, self.scheduler, self.clock, self.options = store, scheduler, clock, options
         self._pages, self._stream = pages, stream
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-        """Something is ready, or has ended."""
+        self.changed = threading.Condition(self.lock)  # something is ready, or has ended
         self._work = threading.Condition(self.lock)
         self.entries: dict[int, Entry] = {}
         """All requests of which anything is left."""
@@ -50,7 +50,7 @@ class Driver:
         self.short_until_ns = 0
         """When to ask for those pages again, if none are freed before."""
         self.failure: Exception | None = None
-        """What an engine's callback or the store raised at the driver; for the next caller of `next_ready`."""
+        """What an engine's callback or the store raised at the driver, for the next `next_ready`."""
         self.owed_pages = 0
         """What the engine took back and has not got yet; what returns meanwhile is not asked for at once."""
         self.is_closed = False
@@ -58,6 +58,7 @@ class Driver:
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._open: dict[int, Fetch] = {}
         """Restores under way, oldest first."""
+        self._shared = SharedClock()
         self._todo: deque[Action | Entry] = deque()
         """What the thread is to do: actions, and requests of which the last read has returned."""
         self._sleeps_until_ns = 0
@@ -117,6 +118,7 @@ class Driver:
     def track(self, fetch: Fetch) -> None:
         """Count a restore among those under way; `watch` it when the lock is free.  Lock held."""
         self._open[id(fetch)] = fetch
+        fetch.begun = self._shared.begin(self.clock.now_ns())
 
     def watch(self, fetch: Fetch) -> None:
         """Hear from a restore that is tracked."""
@@ -282,15 +284,16 @@ class Driver:
                 return
             fetch.is_over = True
             del self._open[id(fetch)]
+            alone_ns = self._shared.end(fetch.begun, now_ns := self.clock.now_ns())
             self.counts["restores_given_up"] += is_given_up
             self.counts["restores_short"] += result.blocks < entry.lease.blocks
             moved, actions = entry.bytes_of(result.blocks), Actions()
             if fetch.ticket is not None:
-                actions = self.scheduler.prefetch_done(fetch.ticket, self.clock.now_ns(), **moved)
+                actions = self.scheduler.prefetch_done(fetch.ticket, now_ns, alone_ns=alone_ns, **moved)
             elif result.blocks:
                 self.counts["dram_restores"] += 1
                 self.counts["dram_restore_ns"] += result.total_ns
-                self.scheduler.measured(duration_ns=result.total_ns, **moved)
+                self.scheduler.measured(alone_ns=alone_ns, **moved)
             self.post(actions)
             if fetch.ticket is None and entry.is_forgotten:
                 self.release_soon(entry)

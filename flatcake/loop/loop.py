@@ -146,7 +146,7 @@ class Loop:
             driver.post(driver.scheduler.cancel(number, self._clock.now_ns()))
 
     def estimate(self, request: LoopRequest) -> int | None:
-        """Expected nanoseconds of a request's restore, once started, from past ones; None: too few were measured."""
+        """Expected nanoseconds of a request's restore alone, once started, from past ones; None: none measured."""
         match = self._store.match(request.tokens, salt=request.salt, extra=request.extra)
         on_dram = match.tokens_on(Medium.DRAM) // match.block_tokens
         sizes = {

@@ -25,6 +25,8 @@ class Fetch:
     ticket: int | None
     """Of the scheduler; None for one that was started when the request was handed out."""
     give_up_ns: int
+    begun: float = 0.0
+    """Of the driver's `SharedClock`."""
     is_over: bool = False
 
 

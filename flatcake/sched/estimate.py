@@ -1,6 +1,7 @@
 """How long a restore will take, from how long past ones took.  DESIGN §5.
 
-Pure: durations are passed in.  Used for `estimate` and for "only if faster than".
+Pure: durations are passed in, those that a restore takes alone (`SharedClock`).  Used for `estimate` and for "only if
+faster than".
 
 A bandwidth alone misleads: a small restore is mostly fixed cost.  So the recent restores of each medium are kept
 by size class (powers of two), and a new one is read off the polyline through the medians of the classes.
@@ -30,7 +31,7 @@ class RestoreModel:
             self._dram.add(dram_bytes, max(1, duration_ns))
 
     def expect_ns(self, *, dram_bytes: int, ssd_bytes: int) -> int | None:
-        """Expected duration of a restore under the present load; None as long as a medium is unmeasured."""
+        """Expected duration of a restore alone; None as long as a medium is unmeasured."""
         dram_ns, ssd_ns = self._dram.expect_ns(dram_bytes), self._ssd.expect_ns(ssd_bytes)
         return None if dram_ns is None or ssd_ns is None else dram_ns + ssd_ns
 

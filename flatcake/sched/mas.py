@@ -7,9 +7,9 @@ Read path:  match -> lease -> [mas] -> restore -> wait_layer -> compute
             +- waiting -> fetching (pages asked, reading) --> ready: at its original arrival
                   ^---------------- pages taken back <---------+
 
-Nothing is revoked for lack of room: a prefetch that does not fit waits, and nobody passes it, or small ones would
-keep a large one out for ever.  Ready and running requests cannot wait for each other: a running one may lack pages,
-and `take_back` gets those of all undispatched requests; reads in flight wait for the device alone.
+Nothing is revoked for lack of room: a prefetch that does not fit waits, and nobody passes it, or small ones would keep
+it out for ever.  Ready and running requests cannot wait for each other: `take_back` gets the pages of all undispatched
+ones for a running one, and reads in flight wait for the device alone.
 
 Differs from §3.3: an age cap.  Equation 1 alone starves a large restore under lasting overload, because the
 oldest small request ages as well.
@@ -133,14 +133,14 @@ class Scheduler:
             state.make_ready(reading.entry, Prefix.STREAMING)
         return self._end()
 
-    def prefetch_done(self, ticket: int, now_ns: int, *, ssd_bytes: int, dram_bytes: int) -> Actions:
+    def prefetch_done(self, ticket: int, now_ns: int, *, ssd_bytes: int, dram_bytes: int, alone_ns: int = 0) -> Actions:
         """No read of a prefetch is in flight any more: it has ended well, badly, or by `CancelPrefetch`.
 
         Args:
             ticket: Of a `started` prefetch; reported once.
             now_ns: Monotonic time.
-            ssd_bytes: What came from SSD; counted and, unless cancelled, learnt from.
-            dram_bytes: What came from DRAM; likewise.
+            ssd_bytes, dram_bytes: What came from each medium; counted and, unless cancelled, learnt from.
+            alone_ns: Its share of the time (`SharedClock`); 0: it was alone.
 
         Raises:
             ClosedError: No such prefetch is in flight.
@@ -153,12 +153,12 @@ class Scheduler:
         state.counters.prefetches_done += 1
         state.counters.prefetch_ns += duration_ns
         state.budget.end_reads(ended.slots)
+        self._count_bytes(dram_bytes, ssd_bytes)
         if ended.abandoned:
-            self._count_bytes(dram_bytes=dram_bytes, ssd_bytes=ssd_bytes)
             state.return_pages(ended)
             state.close(ended)
         else:
-            self.measured(dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, duration_ns=duration_ns)
+            self._model.observe(dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, duration_ns=alone_ns or duration_ns)
             state.load(ended)
         return self._end()
 
@@ -204,10 +204,10 @@ class Scheduler:
         """Expected nanoseconds of its restore alone, once started, from measured ones; None: nothing measured."""
         return self._model.expect_ns(dram_bytes=request.dram_bytes, ssd_bytes=request.ssd_bytes)
 
-    def measured(self, *, dram_bytes: int, ssd_bytes: int, duration_ns: int) -> None:
+    def measured(self, *, dram_bytes: int, ssd_bytes: int, alone_ns: int) -> None:
         """Learn from a restore that was no prefetch: that of a request dispatched with `Prefix.DRAM`."""
-        self._count_bytes(dram_bytes=dram_bytes, ssd_bytes=ssd_bytes)
-        self._model.observe(dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, duration_ns=duration_ns)
+        self._count_bytes(dram_bytes, ssd_bytes)
+        self._model.observe(dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, duration_ns=alone_ns)
 
     def stats(self) -> dict[str, int | str]:
         """Settings of the order, depth of each queue, what is held now, and the totals of `Counters`."""
@@ -295,6 +295,6 @@ class Scheduler:
         self._asked = None
         return asked
 
-    def _count_bytes(self, *, dram_bytes: int, ssd_bytes: int) -> None:
+    def _count_bytes(self, dram_bytes: int, ssd_bytes: int) -> None:
         self._state.counters.dram_bytes += dram_bytes
         self._state.counters.ssd_bytes += ssd_bytes

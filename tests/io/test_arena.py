@@ -76,14 +76,14 @@ def test_read_is_answered_at_once_and_write_after_its_copies() -> None:
     sent = fill(source, seed=1)
     engine.write(BATCH, source, stream, wrote)
     assert not wrote.calls and not engine.close(0)
-    stream.run()
+    device.run()
     assert wrote.results() == whole(BATCH)
     assert engine.close(0)
     engine = ArenaEngine(arena, device, when)
     engine.read(BATCH, target, stream, done)
     assert done.calls == [whole(BATCH)] and not target.tensor.any()
     assert not engine.close(0)  # The arena may not be unpinned yet.
-    stream.run()
+    device.run()
     assert torch.equal(target.tensor, sent) and engine.close(0)
 
 

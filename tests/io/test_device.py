@@ -65,12 +65,20 @@ def test_torch_launches_on_the_stream_in_use(device: Device) -> None:
     assert bool(window.eq(3).all())
 
 
-def test_upload_brings_arrays_of_any_layout(device: Device) -> None:
+def test_mirror_goes_up_and_comes_back_in_part(device: Device) -> None:
     stream = device.new_stream()
-    array = np.arange(1000, dtype=np.int64)[::-3]
-    tensor = device.upload(array, stream)
+    device.use(stream)
+    mirror = device.mirror(SIZE, stream)
+    mirror.host[:] = np.arange(SIZE) % 251
+    mirror.push()
     device.record(stream).wait()
-    assert tensor.cpu().tolist() == array.tolist() and tensor.is_cuda == (not device.is_host)
+    assert mirror.tensor.cpu().tolist() == mirror.host.tolist() and mirror.tensor.is_cuda == (not device.is_host)
+    mirror.tensor.add_(1)
+    before = mirror.host.copy()
+    mirror.pull(3, 9)
+    device.record(stream).wait()
+    assert (mirror.host[3:9] == before[3:9] + 1).all()
+    assert (mirror.host[:3] == before[:3]).all() and (mirror.host[9:] == before[9:]).all()
 
 
 def test_default_stream_of_a_caller(device: Device) -> None:

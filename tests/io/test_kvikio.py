@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from flatcake.errors import DeviceError
-from flatcake.io.device import cuda_is_available, load_kvikio, open_device
+from flatcake.io.device import cuda_is_available, load_kvikio
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.seam import Files
-from tests.fakes import FakeCuda, FakeKvikio, gpu_buffer, host_buffer
+from tests.fakes import FakeKvikio, host_buffer, when
 from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, read, whole, write
 
 FILE_BYTES = 72 * PAGE
@@ -29,21 +29,19 @@ def paths(tmp_path: Path) -> list[str]:
     return [str(path) for path in files]
 
 
-def open_engine(kvikio: FakeKvikio, paths: list[str], device: FakeCuda | None = None) -> KvikioEngine:
-    return KvikioEngine(kvikio, paths, device or FakeCuda(), threads=5, task_bytes=32 << 20, direct=True)
+def open_engine(kvikio: FakeKvikio, paths: list[str]) -> KvikioEngine:
+    return KvikioEngine(kvikio, paths, when, threads=5, task_bytes=32 << 20, direct=True)
 
 
-@pytest.mark.parametrize("buffer", [host_buffer, gpu_buffer], ids=["host", "device"])
 @pytest.mark.parametrize("check", CHECKS)
-def test_kvikio_keeps_contract(check, buffer, paths: list[str]) -> None:
-    kvikio, device = FakeKvikio(), FakeCuda()
-    engine = open_engine(kvikio, paths, device)
-    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=buffer))
+def test_kvikio_keeps_contract(check, paths: list[str]) -> None:
+    kvikio = FakeKvikio()
+    engine = open_engine(kvikio, paths)
+    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=host_buffer))
     engine.check()
     assert engine.close(CLOSE_NS)
     assert [file.closes for file in kvikio.files] == [1, 1, 1]
     assert all(future.gets == 1 for future in kvikio.futures)
-    assert device.entered and threading.get_ident() not in device.entered
 
 
 def test_defaults_are_set(paths: list[str]) -> None:
@@ -67,25 +65,25 @@ def test_older_kvikio_without_direct_reads_is_taken(paths: list[str]) -> None:
 
 def test_short_count_is_an_error(paths: list[str]) -> None:
     kvikio = FakeKvikio()
-    bench = Bench(engine=open_engine(kvikio, paths), file_count=3, file_bytes=FILE_BYTES, buffer=gpu_buffer)
+    bench = Bench(engine=open_engine(kvikio, paths), file_count=3, file_bytes=FILE_BYTES, buffer=host_buffer)
     kvikio.outcomes = [None, PAGE]
-    assert read(bench, BATCH, gpu_buffer(5 * PAGE)) == [Result(2 * PAGE, 0), Result(PAGE, errno.EIO), Result(0, 0)]
+    assert read(bench, BATCH, host_buffer(5 * PAGE)) == [Result(2 * PAGE, 0), Result(PAGE, errno.EIO), Result(0, 0)]
     kvikio.outcomes = [0]
-    assert write(bench, BATCH[:1], gpu_buffer(5 * PAGE)) == [Result(0, errno.EIO)]
+    assert write(bench, BATCH[:1], host_buffer(5 * PAGE)) == [Result(0, errno.EIO)]
     assert bench.engine.close(CLOSE_NS)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("cuFile"), OSError(5, "x"), ValueError("y"), KeyError("z")])
 def test_exceptions_are_results_and_all_futures_are_waited_for(paths: list[str], error: Exception) -> None:
     kvikio = FakeKvikio()
-    bench = Bench(engine=open_engine(kvikio, paths), file_count=3, file_bytes=FILE_BYTES, buffer=gpu_buffer)
+    bench = Bench(engine=open_engine(kvikio, paths), file_count=3, file_bytes=FILE_BYTES, buffer=host_buffer)
     kvikio.outcomes = [error]
-    assert read(bench, BATCH, gpu_buffer(5 * PAGE)) == [Result(0, errno.EIO), Result(3 * PAGE, 0), Result(0, 0)]
+    assert read(bench, BATCH, host_buffer(5 * PAGE)) == [Result(0, errno.EIO), Result(3 * PAGE, 0), Result(0, 0)]
     assert [future.gets for future in kvikio.futures] == [1, 1]
     kvikio.start_error = error
-    assert write(bench, BATCH, gpu_buffer(5 * PAGE)) == [Result(0, errno.EIO), Result(0, errno.EIO), Result(0, 0)]
+    assert write(bench, BATCH, host_buffer(5 * PAGE)) == [Result(0, errno.EIO), Result(0, errno.EIO), Result(0, 0)]
     kvikio.start_error = None
-    assert read(bench, BATCH, gpu_buffer(5 * PAGE)) == whole(BATCH)
+    assert read(bench, BATCH, host_buffer(5 * PAGE)) == whole(BATCH)
     assert bench.engine.close(CLOSE_NS)
 
 
@@ -93,9 +91,9 @@ def test_batches_are_answered_while_an_earlier_one_waits(paths: list[str]) -> No
     kvikio, gate = FakeKvikio(), threading.Event()
     engine, slow, fast = open_engine(kvikio, paths), Answer(), Answer()
     kvikio.gate = gate
-    engine.read(BATCH[:1], gpu_buffer(5 * PAGE), None, slow)
+    engine.read(BATCH[:1], host_buffer(5 * PAGE), None, slow)
     kvikio.gate = None
-    engine.read(BATCH[1:2], gpu_buffer(5 * PAGE), None, fast)
+    engine.read(BATCH[1:2], host_buffer(5 * PAGE), None, fast)
     assert fast.results() == whole(BATCH[1:2]) and not slow.calls
     gate.set()
     assert slow.results() == whole(BATCH[:1])
@@ -108,7 +106,7 @@ def test_buffer_lives_until_answered_and_no_longer(paths: list[str]) -> None:
     engine, answer = open_engine(kvikio, paths), Answer()
     memory = Files().map_memory(5 * PAGE).array
     alive = weakref.ref(memory)
-    buffer = Buffer(torch.from_numpy(memory), None)
+    buffer = Buffer.of(torch.from_numpy(memory))
     engine.read(BATCH[:2], buffer, None, answer)
     del memory, buffer
     gc.collect()
@@ -124,7 +122,7 @@ def test_close_keeps_files_open_while_something_is_in_flight(paths: list[str]) -
     kvikio, gate = FakeKvikio(), threading.Event()
     kvikio.gate = gate
     engine, answer = open_engine(kvikio, paths), Answer()
-    engine.read(BATCH, gpu_buffer(5 * PAGE), None, answer)
+    engine.read(BATCH, host_buffer(5 * PAGE), None, answer)
     assert not engine.close(0)
     engine.check()
     assert not any(file.closes for file in kvikio.files)
@@ -149,12 +147,7 @@ def test_real_kvikio_keeps_contract(check, paths: list[str]) -> None:
         kvikio = load_kvikio()
     except DeviceError as error:
         pytest.skip(str(error))
-    device = open_device("cuda", Files())
-    engine = KvikioEngine(kvikio, paths, device, threads=4, task_bytes=16 * PAGE, direct=True)
-
-    def buffer(size_bytes: int) -> Buffer:
-        return Buffer.of(device.window(size_bytes))
-
-    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=buffer, stream=device.new_stream()))
+    engine = KvikioEngine(kvikio, paths, when, threads=4, task_bytes=16 * PAGE, direct=True)
+    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=host_buffer))
     engine.check()
     assert engine.close(CLOSE_NS)

@@ -435,3 +435,30 @@ def test_no_bytes_keep_it_from_opening(tmp_path: Path, data: st.DataObject) -> N
     assert manifest.commit_turn(row(9, 9), 9)
     manifest.close(clean=True)
     assert found(home) == rows | {(9, 9)}
+
+
+@pytest.mark.parametrize("where", [b"CREATE TABLE turns", b"CREATE TABLE state"])
+def test_damaged_text_of_the_schema_is_damage(tmp_path: Path, where: bytes) -> None:
+    filled(tmp_path)
+    data = (tmp_path / MANIFEST).read_bytes()
+    start, damages = data.index(where), 0
+    for at in range(start - 20, start + 60, 4):
+        home = tmp_path / f"at{at}"
+        home.mkdir()
+        (home / MANIFEST).write_bytes(data[:at] + b"\xe3" + data[at + 1 :])
+        manifest, stored = opened(home)
+        damages += manifest.counts["reopen: damaged manifests"]
+        assert len(stored) <= len(ALL)
+        manifest.check()
+        manifest.close()
+    assert damages > 10
+
+
+def test_a_row_that_has_become_text_costs_itself_alone(tmp_path: Path) -> None:
+    filled(tmp_path)
+    database = sqlite3.connect(tmp_path / MANIFEST)
+    with database:
+        query = "UPDATE turns SET body = CAST(x'ff' AS TEXT) WHERE number = (SELECT min(number) FROM turns)"
+        assert database.execute(query).rowcount == 1
+    database.close()
+    assert len(found(tmp_path)) == len(ALL) - 1

@@ -12,11 +12,11 @@ from flatcake.config import IOConfig
 from flatcake.errors import DeviceError
 from flatcake.io.device import CpuDevice
 from flatcake.io.filepool import FilePool, PoolSpec
-from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.memory import MemoryEngine
 from flatcake.io.posix import PosixEngine
 from flatcake.io.probe import Around, choose_engine
-from flatcake.io.staged import StagedEngine, Twins
+from flatcake.io.sizing import RingSize
+from flatcake.io.staged import StagedEngine
 from flatcake.units import MiB
 from tests.fakes import FakeCuda, FakeKvikio, FaultyFiles, gpu_buffer, host_buffer, when
 from tests.io.contract import CLOSE_NS, Bench, check_batch_touches_only_its_ranges
@@ -59,7 +59,7 @@ class Place:
             file_count=2,
             file_bytes=FILE,
             pool=self.pool,
-            twins=Twins(2, MiB),
+            ring=RingSize(MiB, 2, 1),
             load_kvikio=load,
         )
 
@@ -93,9 +93,9 @@ def test_auto_on_a_cpu_is_posix(place: Place) -> None:
 def test_auto_on_a_gpu_is_kvikio_once_it_has_proven_itself(place: Place) -> None:
     kvikio = FakeKvikio()
     engine, reason = choose_engine(IOConfig(kvikio_threads=7), place.around(place.gpu, lambda: kvikio))
-    assert isinstance(engine, KvikioEngine) and reason.startswith("kvikio-compat: ") and "compared 4 MiB" in reason
+    assert isinstance(engine, StagedEngine) and reason.startswith("kvikio-staged: ") and "compared 4 MiB" in reason
     assert kvikio.defaults.values["num_threads"] == 7 and kvikio.defaults.values["auto_direct_io_read"] is False
-    assert len(kvikio.futures) == 4  # A small and a large transfer, written and read.
+    assert len(kvikio.futures) == 10  # A small and a large transfer, cut to the ring, written and read.
     finish(engine, place, place.gpu)
 
 

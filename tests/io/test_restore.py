@@ -46,16 +46,16 @@ class Waiter:
 
 def test_a_wait_for_a_layer_ends_when_it_is_queued_and_not_with_another(restore: Restore) -> None:
     waiter = Waiter(lambda: restore.wait_layer(1))
-    restore.note_layer(0, DoneEvent())
-    restore.note_layer(2, DoneEvent())
+    restore.note_layers([0], DoneEvent())
+    restore.note_layers([2], DoneEvent())
     assert not waiter.found and restore.wait_layer(0) and restore.wait_layer(2)
-    restore.note_layer(1, DoneEvent())
+    restore.note_layers([1], DoneEvent())
     assert waiter.value() is True
 
 
 def test_the_device_waits_for_the_event_of_the_layer(restore: Restore) -> None:
     event = FakeEvent()
-    restore.note_layer(0, event)
+    restore.note_layers([0], event)
     waiter = Waiter(lambda: restore.wait_layer(0))  # On the CPU the caller itself waits.
     assert not waiter.found
     event.reach()
@@ -63,16 +63,16 @@ def test_the_device_waits_for_the_event_of_the_layer(restore: Restore) -> None:
 
 
 def test_a_verified_wait_ends_with_the_verdict(restore: Restore) -> None:
-    restore.note_layer(0, DoneEvent())
+    restore.note_layers([0], DoneEvent())
     waiter = Waiter(lambda: restore.wait_layer(0, verified=True))
     assert restore.wait_layer(0) and not waiter.found
-    restore.note_verified(0)
+    restore.note_verified([0])
     assert waiter.value() is True
 
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_a_bad_block_ends_every_wait_and_the_smallest_counts(restore: Restore, verified: bool) -> None:
-    restore.note_layer(0, DoneEvent())
+    restore.note_layers([0], DoneEvent())
     waiters = [Waiter(lambda layer=layer: restore.wait_layer(layer, verified=verified)) for layer in (1, 2)]
     restore.note_bad(3, "later")
     assert [waiter.value() for waiter in waiters] == [False, False] and not restore.wait_layer(0)
@@ -88,7 +88,7 @@ def test_a_bad_block_ends_every_wait_and_the_smallest_counts(restore: Restore, v
 def test_a_result_waits_for_the_end_and_tells_the_times(restore: Restore, clock: ManualClock) -> None:
     waiter = Waiter(restore.result)
     clock.advance(7)
-    restore.note_layer(0, DoneEvent())
+    restore.note_layers([0], DoneEvent())
     clock.advance(3)
     assert not waiter.found and restore.settle() == BLOCKS and not restore.done()
     restore.end()
@@ -104,7 +104,7 @@ def test_cancel_releases_all_and_says_after_what_the_pages_are_free(restore: Res
     assert restore.cancel() is event
     assert [waiter.value() for waiter in waiters] == [False, "cancelled"]
     assert restore.cancel("again") is event
-    restore.note_layer(2, DoneEvent())
+    restore.note_layers([2], DoneEvent())
     restore.end()
     result = restore.result()
     assert (result.blocks, result.reason, result.total_ns, result.first_layer_ns) == (0, "cancelled", 5, None)
@@ -135,9 +135,9 @@ def test_there_is_no_such_layer(restore: Restore, layer: int) -> None:
 def test_a_layer_is_told_once_and_at_once_if_it_is_there(restore: Restore) -> None:
     told: list[str] = []
     restore.on_layer(1, lambda: told.append("later"))
-    restore.note_layer(0, DoneEvent())
+    restore.note_layers([0], DoneEvent())
     assert not told
-    restore.note_layer(1, DoneEvent())
+    restore.note_layers([1], DoneEvent())
     restore.on_layer(1, lambda: told.append("now"))
     restore.end()
     assert told == ["later", "now"]

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -148,4 +150,36 @@ def test_calls_from_many_threads(files: Files, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert (tmp_path / "f").read_bytes() == b"".join(bytes([i]) * 4096 for i in range(64))
+    files.close(fd)
+
+
+def test_opening_to_read_follows_no_link_and_waits_for_no_pipe(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"content")
+    (tmp_path / "link").symlink_to(tmp_path / "f")
+    os.mkfifo(tmp_path / "pipe")
+    fd = files.open_reading(str(tmp_path / "f"), direct=False)
+    data = bytearray(9)
+    assert files.read(fd, [memoryview(data)], 0) == 7 and files.modified_ns(fd) == (tmp_path / "f").stat().st_mtime_ns
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        files.write(fd, [memoryview(data)], 0)
+    assert not os.get_inheritable(fd)
+    files.close(fd)
+    for name in ("link", "pipe", ".", "gone"):
+        with pytest.raises(OSError):
+            files.open_reading(str(tmp_path / name), direct=False)
+
+
+def test_a_lock_of_another_process_is_seen_and_not_taken(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    program = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True)"
+    program += "; input()"
+    fd = files.open_reading(str(tmp_path / "f"), direct=False)
+    assert not files.is_locked(fd)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "f")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"1\n"
+    assert files.is_locked(fd) and files.is_locked(fd)
+    child.communicate(b"\n")
+    assert not files.is_locked(fd)
     files.close(fd)

@@ -1,8 +1,9 @@
-"""The staged engine: the contract over posix and memory, twins, stream order, faults, closing."""
+"""The staged engine: the contract over posix and memory, the ring, stream order, faults, closing."""
 
 import errno
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from flatcake.io.memory import Fault, MemoryEngine
 from flatcake.io.posix import PosixEngine
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
-from flatcake.io.staged import StagedEngine, Twins
+from flatcake.io.sizing import RingSize
+from flatcake.io.staged import StagedEngine
 from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, when
 from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, fill, read, whole, write
 
@@ -22,15 +24,15 @@ FILE_BYTES = 72 * PAGE
 BATCH = [Transfer(0, PAGE, 2 * PAGE, 0), Transfer(1, 8 * PAGE, PAGE, 2 * PAGE), Transfer(0, 0, PAGE, 5 * PAGE)]
 
 
-@pytest.mark.parametrize("twins", [1, 3])
+@pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("check", CHECKS)
-def test_staged_posix_keeps_contract(check, twins: int, tmp_path: Path) -> None:
+def test_staged_posix_keeps_contract(check, buffers: int, tmp_path: Path) -> None:
     files, device = FaultyFiles(), FakeCuda()
     fds = [files.open_file(str(tmp_path / name), create=True, direct=False) for name in "abc"]
     for fd in fds:
         files.allocate(fd, FILE_BYTES)
     inner = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE)
-    engine = StagedEngine(inner, device, files, Twins(twins, 64 * PAGE), when)
+    engine = StagedEngine(inner, device, files, RingSize(7 * PAGE, buffers, buffers), when)
     assert engine.name == "posix-staged" and engine.pinned
     check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=gpu_buffer, stream=device.new_stream()))
     engine.check()
@@ -43,11 +45,11 @@ def test_staged_posix_keeps_contract(check, twins: int, tmp_path: Path) -> None:
 class Setup:
     """A staged engine over memory, and a GPU that runs when told."""
 
-    def __init__(self, *, manual: bool = True, twins: int = 1) -> None:
+    def __init__(self, *, manual: bool = True, buffers: int = 1) -> None:
         self.inner = MemoryEngine(2, FILE_BYTES)
         self.device = FakeCuda(manual=manual)
         self.stream = self.device.new_stream()
-        self.engine = StagedEngine(self.inner, self.device, Files(), Twins(twins, 8 * PAGE), when)
+        self.engine = StagedEngine(self.inner, self.device, Files(), RingSize(8 * PAGE, buffers, buffers), when)
         self.bench = Bench(engine=self.engine, file_count=2, file_bytes=FILE_BYTES, stream=self.stream)
 
 
@@ -58,7 +60,7 @@ def test_read_is_answered_when_its_copies_are_queued() -> None:
     at.engine.read(BATCH, buffer, at.stream, answer)
     assert answer.calls == [whole(BATCH)] and not buffer.tensor.any()
     assert at.device.copies == 2  # Neighbours in the slot travel together.
-    at.stream.run()
+    at.device.run()
     want = torch.zeros(8 * PAGE, dtype=torch.uint8)
     want[: 2 * PAGE], want[2 * PAGE : 3 * PAGE], want[5 * PAGE : 6 * PAGE] = 3, 4, 3
     assert torch.equal(buffer.tensor, want)
@@ -72,40 +74,73 @@ def test_write_waits_for_its_copies() -> None:
     sent = fill(buffer, seed=1)
     at.engine.write(BATCH, buffer, at.stream, answer)
     assert not answer.calls and not at.inner.calls
-    at.stream.run()
+    at.device.run()
     assert answer.calls == [whole(BATCH)]
     assert torch.equal(torch.from_numpy(at.inner.files[0][PAGE : 3 * PAGE]), sent[: 2 * PAGE])
     assert not at.inner.files[0][3 * PAGE :].any()
     assert at.engine.close(0)
 
 
-def test_batch_without_twin_waits_in_a_queue() -> None:
-    at = Setup(twins=2)
+def test_a_batch_without_a_buffer_waits_in_a_queue() -> None:
+    at = Setup(buffers=2)
     at.inner.files[0][:] = 5
     buffers, answers = [gpu_buffer(8 * PAGE) for _ in range(5)], [Answer() for _ in range(5)]
     for buffer, answer in zip(buffers, answers, strict=True):
         at.engine.read(BATCH, buffer, at.stream, answer)
     assert [len(answer.calls) for answer in answers] == [1, 1, 0, 0, 0]
     at.engine.check()
-    at.stream.run()
-    assert [len(answer.calls) for answer in answers] == [1, 1, 1, 1, 0]
-    at.stream.run()
-    at.stream.run()
+    for answer in answers[2:]:
+        at.device.run()
+        assert answer.results() == whole(BATCH)
+    at.device.run()
     assert all(answer.results() == whole(BATCH) for answer in answers)
     assert all(int(buffer.tensor[0]) == 5 for buffer in buffers)
-    assert at.engine.close(0)
+    assert at.engine.close(CLOSE_NS)
 
 
-def test_twin_is_not_reused_before_its_copies_are_made() -> None:
+def test_a_ring_buffer_is_not_reused_before_its_copies_are_made() -> None:
     at = Setup()
-    first, second = gpu_buffer(8 * PAGE), gpu_buffer(8 * PAGE)
+    first, second, answer = gpu_buffer(8 * PAGE), gpu_buffer(8 * PAGE), Answer()
     at.inner.files[0][:] = 6
     at.engine.read(BATCH, first, at.stream, Answer())
-    at.engine.read(BATCH, second, at.stream, Answer())
+    at.engine.read(BATCH, second, at.stream, answer)
     at.inner.files[0][:] = 7
-    at.stream.run()
-    at.stream.run()
+    at.device.run()
+    assert answer.results() == whole(BATCH)
+    at.device.run()
     assert int(first.tensor[0]) == 6 and int(second.tensor[0]) == 7
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_batch_larger_than_the_ring_goes_through_it_in_chunks(verb: str) -> None:
+    at = Setup(manual=False, buffers=2)
+    batch = [Transfer(0, PAGE, 30 * PAGE, PAGE), Transfer(1, 0, 3 * PAGE, 31 * PAGE), Transfer(1, 5 * PAGE, PAGE, 0)]
+    buffer, rng = gpu_buffer(64 * PAGE), np.random.default_rng(3)
+    for file in at.inner.files:
+        file[:] = rng.integers(0, 256, len(file))
+    sent = fill(buffer, seed=2)
+    if verb == "read":
+        assert read(at.bench, batch, buffer) == whole(batch)
+    else:
+        assert write(at.bench, batch, buffer) == whole(batch)
+        assert torch.equal(buffer.tensor, sent)
+    for file, offset, size_bytes, start in batch:
+        there = torch.from_numpy(at.inner.files[file][offset : offset + size_bytes])
+        assert torch.equal(buffer.tensor[start : start + size_bytes], there)
+    assert all(sum(part.size_bytes for part in call.batch) <= 8 * PAGE for call in at.inner.calls)
+    at.engine.check()
+    assert at.engine.close(CLOSE_NS)
+
+
+def test_a_fault_in_one_chunk_ends_its_transfer_there() -> None:
+    at = Setup(manual=False)
+    batch = [Transfer(0, 0, 30 * PAGE, 0), Transfer(1, 0, PAGE, 30 * PAGE)]
+    at.inner.files[0][:], at.inner.files[1][:] = 5, 6
+    buffer = gpu_buffer(64 * PAGE)
+    at.inner.inject(Fault(kind="short", verb="read", moved_bytes=PAGE, error=errno.EIO))
+    assert read(at.bench, batch, buffer) == [Result(PAGE, errno.EIO), Result(PAGE, 0)]
+    assert buffer.tensor[:PAGE].eq(5).all() and buffer.tensor[30 * PAGE : 31 * PAGE].eq(6).all()
+    assert not buffer.tensor[PAGE : 8 * PAGE].any()
 
 
 def test_errors_and_good_bytes_come_through() -> None:
@@ -125,7 +160,7 @@ def test_errors_and_good_bytes_come_through() -> None:
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_failing_device_is_a_result_and_twin_comes_back(verb: str) -> None:
+def test_failing_device_is_a_result_and_buffer_comes_back(verb: str) -> None:
     at = Setup(manual=False)
     at.device.copy_error = RuntimeError("an illegal memory access was encountered")
     for _ in range(3):
@@ -136,7 +171,7 @@ def test_failing_device_is_a_result_and_twin_comes_back(verb: str) -> None:
     assert at.engine.close(0)
 
 
-def test_close_cancels_what_waits_and_keeps_twins_that_are_in_use() -> None:
+def test_close_cancels_what_waits_and_keeps_buffers_that_are_in_use() -> None:
     at = Setup()
     hangs, waits = Answer(), Answer()
     at.inner.inject(Fault(kind="hang"))
@@ -149,24 +184,18 @@ def test_close_cancels_what_waits_and_keeps_twins_that_are_in_use() -> None:
     at.inner.let_go()
     assert hangs.results() == whole(BATCH)
     assert not at.engine.close(0)  # Its copy is not made yet.
-    at.stream.run()
+    at.device.run()
     assert at.engine.close(0) and not at.device.pinned
 
 
 def test_memory_that_is_not_to_be_had_or_pinned() -> None:
     files, device = FaultyFiles(), FakeCuda()
     files.fail("map_memory", errno.ENOMEM)
-    with pytest.raises(CapacityError, match=str(3 * PAGE)):
-        StagedEngine(MemoryEngine(1, PAGE), device, files, Twins(3, PAGE), when)
+    with pytest.raises(CapacityError, match=str(5 * PAGE)):
+        StagedEngine(MemoryEngine(1, PAGE), device, files, RingSize(PAGE, 3, 2), when)
     device.pin_error = RuntimeError("no")
-    engine = StagedEngine(MemoryEngine(1, PAGE), device, files, Twins(3, PAGE), when)
+    engine = StagedEngine(MemoryEngine(1, PAGE), device, files, RingSize(PAGE, 3, 2), when)
     assert not engine.pinned and engine.close(0)
-
-
-def test_buffer_larger_than_a_twin_is_a_mistake() -> None:
-    at = Setup()
-    with pytest.raises(AssertionError):
-        at.engine.read(BATCH, gpu_buffer(9 * PAGE), at.stream, Answer())
 
 
 @pytest.mark.gpu
@@ -181,7 +210,7 @@ def test_staged_posix_keeps_contract_on_a_gpu(check, tmp_path: Path) -> None:
         files.allocate(fd, FILE_BYTES)
     inner, stream = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE), device.new_stream()
     engine = StagedEngine(
-        inner, device, files, Twins(3, 64 * PAGE), lambda event, then: pump.post(lambda: pump.when(event, then))
+        inner, device, files, RingSize(3 * PAGE, 3, 1), lambda event, then: pump.post(lambda: pump.when(event, then))
     )
     assert engine.pinned
     check(

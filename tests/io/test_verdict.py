@@ -1,11 +1,11 @@
-"""Expected sums from records, and the blocks that differ."""
+"""The sums that a restore must find, from the records of its extents."""
 
 import numpy as np
 
 from flatcake.io.pieces import pieces_of
 from flatcake.io.plan import make_tiles
 from flatcake.io.records import ExtentRef, Record, RecordBook
-from flatcake.io.verdict import expected_sums, failed_blocks
+from flatcake.io.verdict import wanted_sums
 from flatcake.kernels.checksum import SUM_KIND, finish
 from flatcake.layout import LaneTable
 from flatcake.messages import Plan, PlanKind, Runs
@@ -28,7 +28,7 @@ def setup() -> tuple[Plan, dict[ExtentRef, Record]]:
     return plan, records
 
 
-def test_expected_sums_come_from_the_slot_and_layer_of_each_piece() -> None:
+def test_wanted_sums_come_from_the_slot_and_layer_of_each_piece() -> None:
     plan, records = setup()
     pieces = pieces_of(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1)
     wanted = {}
@@ -36,23 +36,10 @@ def test_expected_sums_come_from_the_slot_and_layer_of_each_piece() -> None:
         for nth in range(count):
             for layer in range(LAYERS):
                 wanted[first + nth, layer] = base + 10 * (slot + nth) + layer
-    found = expected_sums(plan, pieces, records, LAYERS)
+    payload = [100, 200, 300]
+    sizes = np.array(payload)[pieces.table[:, 2]]
+    found = finish(wanted_sums(plan, pieces, records, payload), sizes, pieces.seeds)
     assert found.dtype == np.uint32 and len(found) == 5 * LAYERS
     assert {(b, layer): int(s) for (_, b, layer), s in zip(pieces.table.tolist(), found, strict=True)} == wanted
-    without = expected_sums(plan, pieces, {REFS[0]: records[REFS[0]]}, LAYERS)
+    without = finish(wanted_sums(plan, pieces, {REFS[0]: records[REFS[0]]}, payload), sizes, pieces.seeds)
     assert (without[pieces.table[:, 1] >= 3] == 0).all() and (without[pieces.table[:, 1] < 3] > 0).all()
-
-
-def test_failed_blocks_names_each_block_once_in_order() -> None:
-    plan, _ = setup()
-    pieces = pieces_of(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1)
-    payload = [100, 200, 300]
-    sums = np.arange(len(pieces.table), dtype=np.uint32)
-    recorded = finish(sums, np.array(payload)[pieces.table[:, 2]], pieces.seeds)
-    assert len(failed_blocks(sums, recorded, pieces.seeds, pieces.table, payload)) == 0
-    for blocks in ([4], [0, 3], [1, 2, 4]):
-        bad = recorded.copy()
-        bad[np.isin(pieces.table[:, 1], blocks)] ^= 1
-        assert failed_blocks(sums, bad, pieces.seeds, pieces.table, payload).tolist() == blocks
-    other_length = failed_blocks(sums, recorded, pieces.seeds, pieces.table, [100, 201, 300])
-    assert other_length.tolist() == [0, 1, 2, 3, 4]

@@ -1,16 +1,48 @@
 """The window: fixed slots, each in one hand, and those who wait served in order."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from flatcake.io.device import CpuDevice
+from flatcake.io.device import CpuDevice, Point
+from flatcake.io.engine import Buffer
 from flatcake.io.seam import Files
 from flatcake.io.window import Window
+from tests.fakes import FakeEvent
+
+
+class Watch:
+    """Points that are watched; `look` calls back for those that have been reached."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[Point, Callable[[], None]]] = []
+
+    def __call__(self, point: Point, then: Callable[[], None]) -> None:
+        self.points.append((point, then))
+
+    def look(self) -> None:
+        points, self.points = self.points, []
+        for point, then in points:
+            if point.done():
+                then()
+            else:
+                self.points.append((point, then))
 
 
 @pytest.fixture
-def window() -> Window:
-    return Window(CpuDevice(Files()), slots=3, slot_bytes=8192)
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+def window(watch: Watch) -> Window:
+    return Window(CpuDevice(Files()), slots=3, slot_bytes=8192, when=watch)
+
+
+def take_all(window: Window) -> list[Buffer]:
+    slots = [window.take() for _ in range(window.slots)]
+    return [slot for slot in slots if slot is not None]
 
 
 def test_slots_are_equal_apart_and_aligned(window: Window) -> None:
@@ -45,6 +77,34 @@ def test_a_slot_that_one_who_waited_does_not_want_goes_to_the_next(window: Windo
     assert slots[0] is not None
     window.give_back(slots[0])
     assert seen == ["gave up", "took"] and window.free_slots == 0
+
+
+def test_a_slot_is_free_when_its_point_is_reached_and_not_before(window: Window, watch: Watch) -> None:
+    events, slots = [FakeEvent() for _ in range(3)], take_all(window)
+    for event, slot in zip(events, slots, strict=True):
+        window.give_back(slot, event)
+    assert window.take() is None and not watch.points
+    events[1].reach()
+    assert window.take() is slots[1] and window.take() is None
+    events[0].reach()
+    window.collect()
+    assert window.free_slots == 1 and window.take() is slots[0]
+
+
+def test_slots_on_their_way_are_watched_while_somebody_waits(window: Window, watch: Watch) -> None:
+    events, slots = [FakeEvent() for _ in range(3)], take_all(window)
+    window.give_back(slots[0], events[0])
+    got: list[Buffer | None] = []
+    for name in "ab":
+        window.wait(lambda name=name: got.append(window.take()))
+    for number in (1, 2):
+        window.give_back(slots[number], events[number])
+    assert len(watch.points) == 1, "one watch serves all"
+    watch.look()
+    assert not got
+    events[1].reach()
+    watch.look()
+    assert got == [slots[1]] and len(watch.points) == 1
 
 
 def test_a_slot_that_is_given_back_twice_is_noticed(window: Window) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flatcake.errors import ShapeError
 from flatcake.kernels import checksum
-from flatcake.kernels.checksum import finish, piece_seeds, sum_bytes, sum_parts
+from flatcake.kernels.checksum import finish, piece_seeds, sum_bytes, sum_parts, unfinish
 
 Words = npt.NDArray[np.uint32]
 TRIALS = 4000
@@ -181,6 +181,15 @@ def test_length_is_part_of_the_record() -> None:
 def test_finish_loses_nothing() -> None:
     sums = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     assert len(np.unique(finish(sums, 4096, np.uint32(9)))) == len(sums)
+
+
+def test_unfinish_is_the_way_back() -> None:
+    rng = np.random.default_rng(6)
+    sums, seeds = rng.integers(0, 1 << 32, (2, 1 << 16), dtype=np.uint32)
+    sizes = rng.integers(0, 1 << 40, len(sums))
+    recorded = finish(sums, sizes, seeds)
+    assert np.array_equal(unfinish(recorded, sizes, seeds), sums)
+    assert (unfinish(recorded, sizes + 4, seeds) != sums).all() and (unfinish(recorded ^ 1, sizes, seeds) != sums).all()
 
 
 def test_constant_payloads_of_different_constants_differ() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flatcake.errors import ShapeError
-from flatcake.kernels.checksum import finish, finish_tensor
 from flatcake.kernels.gather import gather_pieces, gather_pieces_ref
 from flatcake.kernels.kvtable import KVTable, Tuning
 from flatcake.kernels.scatter import scatter_pieces, scatter_pieces_ref
@@ -149,19 +148,6 @@ def test_offsets_beyond_32_bits_reach_the_right_page(extra_bytes: int, device: s
     scatter_pieces(window, pieces, table, kv)
     assert [int(memory[page * stride]) for page in pages] == [101, 102, 103]
     assert int(memory[stride]) == 1, "a page that was not named changed"
-
-
-@DEVICES
-def test_finished_sums_agree_between_tensor_and_array(device: str) -> None:
-    rng = np.random.default_rng(5)
-    sums, seeds = rng.integers(0, 1 << 32, (2, 1000), dtype=np.uint32)
-    sizes = rng.integers(0, 1 << 31, 1000)
-    on_device = [torch.from_numpy(value.view(np.int32)).to(device) for value in (sums, seeds)]
-    got = finish_tensor(on_device[0], torch.from_numpy(sizes).to(device), on_device[1])
-    assert np.array_equal(got.cpu().numpy(), finish(sums, sizes, seeds))
-    for size_bytes in (4096, (1 << 32) - 4):
-        got = finish_tensor(on_device[0], size_bytes, on_device[1])
-        assert np.array_equal(got.cpu().numpy(), finish(sums, size_bytes, seeds))
 
 
 @pytest.mark.parametrize("kernel", [scatter_pieces, gather_pieces, scatter_pieces_ref, gather_pieces_ref])

@@ -1,0 +1,94 @@
+"""What a store is, as its manifest says it: identity, geometry, sizes.  DESIGN §7.
+
+Pure.  A store writes this beside its rows at every open, so that `flatcake inspect` and `verify` can read a
+directory without the engine that filled it.  It proves itself like a row; salts and tokens are not in it.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from flatcake.errors import FlatCakeError
+from flatcake.geometry import Component, Geometry
+from flatcake.keys import FORMAT_VERSION, Identity
+from flatcake.manifest import origin_digest
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """One rank's store."""
+
+    identity: Identity
+    """Its `layout` holds the geometry's fingerprint."""
+    geometry: Geometry
+    pool_file_bytes: int
+    directories: tuple[str, ...]
+    """Paths of all directories at the last open, in order."""
+    rank: int
+    dram_bytes: int
+    """Size of the DRAM medium; 0 without one."""
+    verify: bool
+    """Whether pieces have checksums, and are compared with them."""
+
+    def origin(self) -> bytes:
+        """16 bytes that the rows of this store are keyed with."""
+        return origin_digest(
+            self.identity.digest(), self.pool_file_bytes, len(self.directories), self.rank, FORMAT_VERSION
+        )
+
+
+def encode_about(about: About) -> bytes:
+    """The bytes that `decode_about` reads."""
+    geometry = about.geometry
+    shape = {
+        "block_tokens": geometry.block_tokens,
+        "page_tokens": geometry.page_tokens,
+        "dtype": geometry.dtype,
+        "layers": [[[part.name, part.page_bytes] for part in layer] for layer in geometry.layers],
+    }
+    facts = {
+        "identity": asdict(about.identity),
+        "geometry": shape,
+        "pool_file_bytes": about.pool_file_bytes,
+        "directories": about.directories,
+        "rank": about.rank,
+        "dram_bytes": about.dram_bytes,
+        "verify": about.verify,
+    }
+    text = json.dumps(facts).encode()
+    return _digest(text, about.origin()) + text
+
+
+def decode_about(body: object) -> About | None:
+    """Read what `encode_about` wrote; None when it is damaged, or of a form that this version does not know."""
+    if not isinstance(body, bytes):
+        return None
+    digest, text = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
+    try:
+        facts = json.loads(text)
+        shape = facts["geometry"]
+        layers = tuple(tuple(Component(str(name), int(size)) for name, size in layer) for layer in shape["layers"])
+        about = About(
+            identity=Identity(**facts["identity"]),
+            geometry=Geometry(
+                block_tokens=int(shape["block_tokens"]),
+                page_tokens=int(shape["page_tokens"]),
+                layers=layers,
+                dtype=str(shape["dtype"]),
+            ),
+            pool_file_bytes=int(facts["pool_file_bytes"]),
+            directories=tuple(map(str, facts["directories"])),
+            rank=int(facts["rank"]),
+            dram_bytes=int(facts["dram_bytes"]),
+            verify=bool(facts["verify"]),
+        )
+        whole = _digest(text, about.origin()) == digest
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, FlatCakeError):
+        return None
+    return about if whole else None
+
+
+def _digest(text: bytes, origin: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, key=origin, person=b"flatcake.about").digest()

@@ -1,0 +1,111 @@
+"""Cuts a batch in chunks that fit in one buffer each, and puts their results together again.
+
+Pure, but for the call at the end.  A transfer may lie in several chunks, a chunk may hold several transfers.
+"""
+
+import errno
+import threading
+from collections.abc import Iterator, Sequence
+
+from flatcake.io.engine import Buffer, Done, Result, Transfer, answer
+
+Copy = tuple[int, int, int]
+
+
+class Batch:
+    """One submission: answered when all its chunks have ended, from the thread of the last."""
+
+    def __init__(self, transfers: Sequence[Transfer], slot: Buffer, done: Done) -> None:
+        self.slot = slot
+        self._transfers, self._done = tuple(transfers), done
+        self._lock = threading.Lock()
+        self._left = 0
+        self._found: list[dict[int, Result]] = [{} for _ in self._transfers]
+        """Per transfer: results of its parts, by how many of its bytes lie before them."""
+
+    def chunks(self, size_bytes_max: int) -> list["Chunk"]:
+        """Cut it; one that moves nothing is answered at once."""
+        chunks: list[Chunk] = []
+        room_bytes = 0
+        for number, (file, offset, size_bytes, slot_offset) in enumerate(self._transfers):
+            for start, step, at in _parts(size_bytes, size_bytes_max, room_bytes):
+                if at == 0:
+                    chunks.append(Chunk(self))
+                chunks[-1].add(number, start, Transfer(file, offset + start, step, at), slot_offset + start)
+                room_bytes = size_bytes_max - at - step
+        self._left = len(chunks)
+        if not chunks:
+            answer(self._done, [Result(0, 0) for _ in self._transfers])
+        return chunks
+
+    def end(self, parts: Sequence[tuple[int, int]], results: Sequence[Result]) -> None:
+        """Keep the results of a chunk; `parts` has the transfer of each, and the bytes of it before it."""
+        with self._lock:
+            for (number, start), result in zip(parts, results, strict=True):
+                self._found[number][start] = result
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            answer(self._done, [self._result(*pair) for pair in zip(self._transfers, self._found, strict=True)])
+
+    def _result(self, transfer: Transfer, found: dict[int, Result]) -> Result:
+        moved_bytes, error = 0, 0
+        for start in sorted(found):
+            if moved_bytes == start and not error:  # Nothing is missing before it.
+                moved_bytes, error = start + found[start].moved_bytes, found[start].error
+        whole = moved_bytes == transfer.size_bytes
+        return Result(moved_bytes, error if whole else error or errno.EIO)
+
+
+class Chunk:
+    """What goes through one buffer at once."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.transfers: list[Transfer] = []
+        """Their `buffer_offset` is one in the ring buffer."""
+        self._batch = batch
+        self._parts: list[tuple[int, int]] = []
+        self._slot_offsets: list[int] = []
+
+    @property
+    def slot(self) -> Buffer:
+        return self._batch.slot
+
+    def add(self, number: int, start: int, transfer: Transfer, slot_offset: int) -> None:
+        self.transfers.append(transfer)
+        self._parts.append((number, start))
+        self._slot_offsets.append(slot_offset)
+
+    def copies(self, results: Sequence[Result] | None = None) -> list[Copy]:
+        """Offset in the slot, offset in the ring buffer, bytes; neighbours are one copy.
+
+        `results` of a read say how much there is to copy.
+        """
+        copies: list[Copy] = []
+        sizes = [part.size_bytes for part in self.transfers] if results is None else [r.moved_bytes for r in results]
+        for transfer, at, size_bytes in zip(self.transfers, self._slot_offsets, sizes, strict=True):
+            start = transfer.buffer_offset
+            if copies and (sum(copies[-1][::2]), sum(copies[-1][1:])) == (at, start):
+                copies[-1] = (*copies[-1][:2], copies[-1][2] + size_bytes)
+            elif size_bytes:
+                copies.append((at, start, size_bytes))
+        return copies
+
+    def failed(self) -> list[Result]:
+        """Nothing of it was moved."""
+        return [Result(0, errno.EIO)] * len(self.transfers)
+
+    def end(self, results: Sequence[Result]) -> None:
+        """It is over; call it once."""
+        self._batch.end(self._parts, results)
+
+
+def _parts(size_bytes: int, size_bytes_max: int, room_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a transfer: bytes before the part, its bytes, offset in a buffer; the first goes into `room_bytes` if it fits
+    whole."""
+    start = 0
+    while start < size_bytes:
+        at = size_bytes_max - room_bytes if 0 < size_bytes - start <= room_bytes else 0
+        step = min(size_bytes - start, size_bytes_max)
+        yield start, step, at
+        start, room_bytes = start + step, 0
