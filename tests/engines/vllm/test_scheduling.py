@@ -218,7 +218,6 @@ def test_one_rank_that_lost_its_files_costs_everything(tmp_path: Path) -> None:
 def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, seed: int) -> None:
     """Sessions that grow and share, aborts, faults; `ToyEngine` compares every loaded block."""
     rng, files = random.Random(seed), FaultyFiles()
-    print("seed", seed)
     engine = ToyEngine(tmp_path, ranks=1 + seed % 2, files=files, engine={"loads_max": 2})
     sessions = {f"s{number}": prompt(number % 3, rng.randrange(4, 20)) for number in range(6)}
     loaded = 0
