@@ -1,4 +1,4 @@
-"""A catalog whose data planes are elsewhere: here two of them in this process, and what the two sides tell each other."""
+"""A catalog whose data planes are elsewhere: here two of them, in this process, told by hand."""
 
 import pickle
 import queue

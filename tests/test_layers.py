@@ -76,8 +76,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     # Engines: adapters only, and nothing imports them.
     ("engines.vllm.options", "engines.vllm.orders", "engines.vllm.views", "engines.vllm.signals"),
-    ("engines.vllm.weights", "engines.vllm.loads", "engines.vllm.metrics", "engines.vllm.events"),
-    ("engines.vllm.identity", "engines.vllm.worker", "engines.vllm.scheduling"),
+    ("engines.vllm.weights", "engines.vllm.loads", "engines.vllm.metrics", "engines.vllm.changes"),
+    ("engines.vllm.identity", "engines.vllm.worker", "engines.vllm.scheduling", "engines.vllm.events"),
     ("engines.vllm.connector",),
 )
 LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
@@ -87,7 +87,7 @@ PURE = {
     *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
-    *("engines.vllm.options", "engines.vllm.orders", "engines.vllm.signals"),
+    *("engines.vllm.options", "engines.vllm.orders", "engines.vllm.signals", "engines.vllm.changes"),
     *("about", "audit.facts", "audit.verdicts", "audit.survey", "audit.report", "audit.tally"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }

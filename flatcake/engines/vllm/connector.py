@@ -24,6 +24,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from flatcake.assemble import open_dataplane
 from flatcake.clock import MonotonicClock
 from flatcake.coordinator import open_coordinator
+from flatcake.engines.vllm.changes import Changes
+from flatcake.engines.vllm.events import events_of
 from flatcake.engines.vllm.identity import (
     block_tokens_of,
     identity_of,
@@ -159,6 +161,9 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
             Sizes(store=self._block_tokens, engine=self._vllm_config.cache_config.block_size),
             engine.hold_ns_max,
         )
+        events = getattr(self._vllm_config, "kv_events_config", None)
+        if events is not None and events.enable_kv_cache_events:
+            self._scheduler.changes = Changes(coordinator.catalog.space.index, self._block_tokens)
         log.info(
             "FlatCake: %d rank(s), %s, %d blocks stored",
             len(starts),
@@ -190,6 +195,10 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def take_events(self) -> list[Any]:
+        changes = self._scheduling.changes
+        return list(events_of(changes.take(), self._block_tokens)) if changes is not None else []
 
     def reset_cache(self) -> bool:
         self._scheduling.reset()

@@ -13,6 +13,7 @@ import numpy as np
 
 from flatcake.catalog import Refused
 from flatcake.coordinator import Coordinator
+from flatcake.engines.vllm.changes import Changes
 from flatcake.engines.vllm.loads import Loads
 from flatcake.engines.vllm.orders import LoadOrder, Orders, Reports, SaveOrder
 from flatcake.engines.vllm.signals import EngineRequest, Sessions
@@ -61,12 +62,16 @@ class SchedulerSide:
     sessions: Sessions
     sizes: Sizes
     hold_ns_max: int = 0
+    changes: Changes | None = None
+    """Where somebody listens to KV events."""
     _hits: dict[str, _Hit] = field(default_factory=dict)
     _answered: set[str] = field(default_factory=set)
     """Granted requests that vLLM was told of in this step."""
     _loading: dict[str, _Loading] = field(default_factory=dict)
     """Asynchronous loads under way."""
     _sources: dict[str, dict[Medium, int]] = field(default_factory=dict)
+    _saving: dict[int, KeyArray] = field(default_factory=dict)
+    """Keys of the saves that are not settled, by plan."""
     _orders: Orders = field(default_factory=Orders)
 
     # -- vLLM's questions, in its order -----------------------------------------------------------------
@@ -142,6 +147,10 @@ class SchedulerSide:
         """What the workers report of a step."""
         for completion in reports.completions if reports else ():
             self.coordinator.take(completion)
+        for _ in range(len(self.coordinator.ended)):
+            keys = self._saving.pop(self.coordinator.ended.popleft().plan_id, None)
+            if keys is not None and self.changes is not None:
+                self.changes.forget(keys)
         for name in loaded:
             loading = self._loading.pop(name, None)
             if loading is not None:
@@ -172,6 +181,9 @@ class SchedulerSide:
             return False
         if not len(plan.runs):
             return False
+        self._saving[plan.plan_id] = keys
+        if self.changes is not None:
+            self.changes.expect(keys, self._digests(request, len(keys)), request, session)
         table = np.array(blocks[: len(keys) * self.sizes.store // self.sizes.engine], np.int64)
         self._orders.saves.append(SaveOrder(request_id=name, plan=plan, blocks=table))
         return True
@@ -234,9 +246,11 @@ class SchedulerSide:
 
     def _keys(self, request: EngineRequest, blocks: int) -> KeyArray:
         """Keys of the leading blocks: each the last of vLLM's hashes in it, which chain all tokens and extras."""
+        return keys_of_digests(self.coordinator.identity, self._digests(request, blocks))
+
+    def _digests(self, request: EngineRequest, blocks: int) -> list[bytes]:
         step = self.sizes.store // self.sizes.engine
-        digests = [bytes(digest) for digest in request.block_hashes[step - 1 : blocks * step : step]]
-        return keys_of_digests(self.coordinator.identity, digests)
+        return [bytes(digest) for digest in request.block_hashes[step - 1 : blocks * step : step]]
 
     def _tokens_by_medium(self, lease: Lease, start: int, end: int) -> dict[Medium, int]:
         """How many of the tokens from `start` to `end` lie on each medium; only those that have some."""

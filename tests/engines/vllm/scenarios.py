@@ -6,6 +6,7 @@ One prints what it saw as JSON in its last line; it asserts by itself what it ca
 import errno
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -325,6 +326,52 @@ def flip_files(directory: str) -> None:
             os.fsync(file.fileno())
 
 
+def events(path: str, directory: str) -> Report:
+    """What a router hears over vLLM's own publisher."""
+    import msgspec
+    import zmq
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    heard = zmq.Context.instance().socket(zmq.SUB)
+    heard.bind(endpoint)  # vLLM connects to an address without a star.
+    heard.setsockopt_string(zmq.SUBSCRIBE, "")
+    listening = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": "kv"}
+    engine = Engine(path, directory, kv_events_config=listening)
+    found: list[Any] = []
+
+    def listen(wanted: str, medium: str) -> Any:
+        end_s, number = time.monotonic() + 60, 100
+        while time.monotonic() < end_s:
+            while heard.poll(200):
+                found.extend(msgspec.msgpack.decode(heard.recv_multipart()[-1])[1])
+            told = [each for each in found if each["type"] == wanted and each.get("medium") == medium]
+            if told:
+                return told
+            engine.one(words(number, 5))  # Events go out with a step; the first may come before we are heard.
+            number += 1
+        raise AssertionError((wanted, medium, found))
+
+    tokens = words(71, 100)
+    engine.one(words(70, 40), "warm")
+    listen("BlockStored", "STORAGE")
+    found.clear()
+    engine.one(tokens, "s")
+    (event,) = listen("BlockStored", "STORAGE")
+    assert event["token_ids"] == tokens[:96] and event["session_id"] == "s" and event["block_size"] == BLOCK, event
+    assert len(event["block_hashes"]) == 3 and event["parent_block_hash"] is None
+    gpu = [hash for each in found if each.get("medium") == "GPU" for hash in each["block_hashes"]]
+    assert set(event["block_hashes"]) <= set(gpu), "a block has one hash on every medium"
+    found.clear()
+    engine.connector.reset_cache()
+    removed = [hash for each in listen("BlockRemoved", "STORAGE") for hash in each["block_hashes"]]
+    assert set(event["block_hashes"]) <= set(removed)
+    engine.assert_idle()
+    engine.close()
+    return {}
+
+
 def stored(engine: Engine, tokens: list[int]) -> dict[Medium, int]:
     """Blocks of a sequence by medium, as the catalog knows them; computed from vLLM's own hashes."""
     from vllm.v1.request import Request
@@ -336,7 +383,7 @@ def stored(engine: Engine, tokens: list[int]) -> dict[Medium, int]:
     return {medium: count for medium, count in found.items() if count}
 
 
-SCENARIOS = {each.__name__: each for each in (model, equal, faults, held, parallel, crowd, fill, again)}
+SCENARIOS = {each.__name__: each for each in (model, equal, faults, held, parallel, crowd, fill, again, events)}
 
 
 def main() -> None:

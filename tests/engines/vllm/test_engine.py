@@ -82,6 +82,10 @@ def test_a_crowd_in_few_blocks(model: str, tmp_path: Path) -> None:
     assert scenario("crowd", model, str(tmp_path))["preemptions"]
 
 
+def test_a_router_hears_what_is_stored_and_what_is_not_any_more(model: str, tmp_path: Path) -> None:
+    scenario("events", model, str(tmp_path))
+
+
 def test_two_tensor_parallel_workers(model: str, tmp_path: Path) -> None:
     report = scenario("parallel", model, str(tmp_path))
     assert {Path(path).parent.name for path in report["files"]} == {"rank-0", "rank-1"}
