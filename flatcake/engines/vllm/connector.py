@@ -1,7 +1,7 @@
 """The class that vLLM loads: `--kv-transfer-config '{"kv_connector": "FlatCakeConnector", …}'`.
 
 Thin: each hook hands over to the scheduler's or the worker's side.  With `metrics` and `events` the only modules
-that import vLLM.  Written against vLLM 0.32; it takes further arguments of later versions, and ignores them.
+that import vLLM.  Written against vLLM 0.32; hooks of later versions have defaults in vLLM's base class.
 """
 
 import logging

@@ -66,15 +66,22 @@ def identity_of(config: Any, engine: EngineConfig, block_tokens: int, layouts: I
         engine: The adapter's settings.
         block_tokens: Of the store.
         layouts: What each worker says about its blocks.
+
+    Raises:
+        ConfigError: Nothing tells these weights from others of the same name.
     """
     model, cache = config.model_config, config.cache_config
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    weights = engine.revision or fingerprint(model.model)
+    if not weights and not commit:
+        raise ConfigError(f"{model.model}: no files and no commit tell its weights from others; set engine.revision")
     text = model.hf_config.to_json_string(use_diff=False) if hasattr(model, "hf_config") else ""
     facts = [
         str(getattr(model, "revision", None)),
-        str(getattr(getattr(model, "hf_config", None), "_commit_hash", None)),
+        str(commit),
         str(getattr(model, "quantization", None)),
         str(getattr(model, "dtype", None)),
-        engine.revision or fingerprint(model.model),
+        weights,
         text,
     ]
     digest = hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()

@@ -41,19 +41,6 @@ class Orders:
     """Requests whose load is to be dropped; its end is reported all the same."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadTiming:
-    """One load, as a rank saw it, for vLLM's metrics."""
-
-    request_id: str
-    tokens: int
-    wanted_tokens: int
-    read_bytes: int
-    total_ns: int
-    is_async: bool
-    reason: str
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class Reports:
     """What workers have to say after one step."""

@@ -65,6 +65,8 @@ class SchedulerSide:
     changes: Changes | None = None
     """Where somebody listens to KV events."""
     _hits: dict[str, _Hit] = field(default_factory=dict)
+    _keys_of: dict[str, KeyArray] = field(default_factory=dict)
+    """Of requests that vLLM has asked about and not begun: it asks at each step."""
     _answered: set[str] = field(default_factory=set)
     """Granted requests that vLLM was told of in this step."""
     _loading: dict[str, _Loading] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class SchedulerSide:
         """vLLM has blocks for a request; `tokens` are to be loaded into them."""
         name = request.request_id
         self._answered.discard(name)
+        self._keys_of.pop(name, None)
         hit = self._hits.get(name)
         if hit is None or tokens <= 0:
             self._drop(name)
@@ -213,7 +216,9 @@ class SchedulerSide:
     def _look_up(self, request: EngineRequest, computed: int) -> _Hit | None:
         """Pin what is stored of a request beyond what vLLM has; None where that is nothing."""
         blocks_max = (request.num_tokens - 1) // self.sizes.store  # vLLM computes one token at least.
-        keys = self._keys(request, blocks_max)
+        keys = self._keys_of.get(request.request_id)
+        if keys is None or len(keys) != blocks_max:
+            keys = self._keys_of[request.request_id] = self._keys(request, blocks_max)
         match = self.coordinator.match(keys)
         if match.tokens <= computed:
             return None
@@ -239,6 +244,7 @@ class SchedulerSide:
         return hit
 
     def _drop(self, name: str) -> None:
+        self._keys_of.pop(name, None)
         hit = self._hits.pop(name, None)
         if hit is not None:
             hit.lease.close()

@@ -15,7 +15,9 @@ from flatcake.units import GiB
 
 
 def config(model: str = "m", **changes: Any) -> Any:
-    hf = SimpleNamespace(_commit_hash="c", to_json_string=lambda use_diff: changes.get("hf", "{}"))
+    hf = SimpleNamespace(
+        _commit_hash=changes.get("commit", "c"), to_json_string=lambda use_diff: changes.get("hf", "{}")
+    )
     attn = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: changes.get("backend", "CPU")))
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -68,6 +70,12 @@ def test_other_weights_under_the_same_path(tmp_path: Path) -> None:
     file.write_bytes(data)
     assert fingerprint(str(tmp_path)) != before
     assert fingerprint(str(tmp_path / "nothing")) == "" and fingerprint("org/model") == ""
+
+
+def test_weights_that_nothing_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="set engine.revision"):
+        digest(config(commit=None))
+    assert digest(config(commit=None), engine=EngineConfig(revision="mine"))
 
 
 @pytest.mark.parametrize(
