@@ -301,6 +301,36 @@ def again(path: str, directory: str, cached: int, options: Report) -> Report:
     return {"counts": counts}
 
 
+def overlapped(path: str, directory: str) -> Report:
+    """vLLM's default processes, steps scheduled ahead: damaged bytes, and sessions side by side."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    flip_files(directory)  # What `fill` has left.
+    llm = LLM(model=path, disable_log_stats=False, async_scheduling=True, **engine_options(directory))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def ask(salt: str) -> list[Answer]:
+        prompts = [words(41, 200), *(words(80 + number, 90 + number) for number in range(5))]
+        asked = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+        return [Engine.answer(output) for output in llm.generate(asked, params, use_tqdm=False)]
+
+    expected, damaged = ask("reference"), ask("")
+    assert all(a.agrees(b) for a, b in zip(damaged, expected, strict=True)), (damaged, expected)
+    end_s, number = time.monotonic() + 60, 0
+    while saved_blocks(llm) < 2 * (6 + 5 * 2):
+        assert time.monotonic() < end_s, saved_blocks(llm)
+        llm.generate([{"prompt_token_ids": words(number, 5)}], params, use_tqdm=False)
+        number += 1
+    assert llm.reset_prefix_cache()
+    again = ask("")
+    assert all(a.agrees(b) for a, b in zip(again, expected, strict=True)), (again, expected)
+    assert [answer.cached for answer in again] == [192, *[64] * 5], again
+    failed = {each.labels["event"]: each.value for each in llm.get_metrics() if each.name == "vllm:flatcake_events"}
+    assert failed["loads short: checksum"] == 1, failed
+    return {"counts": failed}
+
+
 def step_until(engine: Engine, names: set[str]) -> dict[str, Answer]:
     """Step until these requests have ended."""
     found: dict[str, Answer] = {}
@@ -383,7 +413,9 @@ def stored(engine: Engine, tokens: list[int]) -> dict[Medium, int]:
     return {medium: count for medium, count in found.items() if count}
 
 
-SCENARIOS = {each.__name__: each for each in (model, equal, faults, held, parallel, crowd, fill, again, events)}
+SCENARIOS = {
+    each.__name__: each for each in (model, equal, faults, held, parallel, crowd, fill, again, overlapped, events)
+}
 
 
 def main() -> None:

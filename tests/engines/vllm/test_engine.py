@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 240
 
+NIGHTLY = pytest.mark.skipif(os.environ.get("FLATCAKE_NIGHTLY") != "1", reason="compiles; FLATCAKE_NIGHTLY=1 runs it")
+
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(LIMIT_S + 30),
@@ -60,6 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         pytest.param({}, id="float32"),
         pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, id="fp8 KV"),
+        pytest.param({"enforce_eager": False}, id="compiled", marks=[pytest.mark.slow, NIGHTLY]),
     ],
 )
 def test_restored_equals_recomputed(model: str, tmp_path: Path, options: dict[str, Any]) -> None:
@@ -105,4 +108,5 @@ def test_a_killed_engine_is_found_again_by_its_like_alone(model: str, tmp_path: 
         process.communicate(timeout=LIMIT_S)
     scenario("again", model, str(tmp_path), 192, {})
     scenario("again", model, str(tmp_path), 192, {})  # After a clean end too.
+    scenario("overlapped", model, str(tmp_path))  # Its bytes are flipped first.
     scenario("again", model, str(tmp_path), 0, {"kv_cache_dtype": "fp8"})
