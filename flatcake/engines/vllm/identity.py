@@ -12,6 +12,9 @@ from flatcake.engines.vllm.weights import fingerprint
 from flatcake.errors import ConfigError
 from flatcake.keys import Identity
 
+FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
+"""vLLM's kinds of KV cache in which a request keeps every block of its prefix."""
+
 
 def require_supported(config: Any, kv_cache_config: Any) -> None:
     """Refuse at start what would be wrong later.
@@ -29,6 +32,10 @@ def require_supported(config: Any, kv_cache_config: Any) -> None:
             f"{groups} groups of KV cache: expected 1; start vLLM with --disable-hybrid-kv-cache-manager, if the "
             "model allows it"
         )
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    kinds = {type(each).__name__ for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+    if not kinds <= FULL:  # Others give back blocks of a prefix before its end, or keep no blocks of it at all.
+        raise ConfigError(f"KV cache of kind {', '.join(sorted(kinds))}: expected full attention or MLA in every layer")
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales: expected off, as scales are computed anew at each start")
     algorithm = getattr(cache, "prefix_caching_hash_algo", "sha256")

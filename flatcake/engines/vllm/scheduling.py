@@ -26,6 +26,8 @@ from flatcake.units import SECOND
 
 log = logging.getLogger(__name__)
 
+NULL_BLOCK = 0
+"""vLLM's id for a block that is none."""
 LEASE_NS = 600 * SECOND
 """A request that is held for longer than this has no claim on its blocks any more."""
 
@@ -172,6 +174,8 @@ class SchedulerSide:
             return False
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         computed = min(computed, len(blocks) * self.sizes.engine, len(request.block_hashes) * self.sizes.engine)
+        if NULL_BLOCK in blocks:  # From there on vLLM has given blocks back.
+            computed = min(computed, list(blocks).index(NULL_BLOCK) * self.sizes.engine)
         keys = self._keys(request, computed // self.sizes.store)
         session = self.sessions.name(request)
         turn = self.sessions.turn(session, request, request.num_tokens)

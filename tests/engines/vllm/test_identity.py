@@ -87,9 +87,27 @@ def test_weights_that_nothing_names_are_refused() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_at_start(changes: dict[str, Any], groups: int, text: str) -> None:
-    require_supported(config(), SimpleNamespace(kv_cache_groups=[None]))
+    require_supported(config(), cache_of("FullAttentionSpec"))
     with pytest.raises(ConfigError, match=text):
-        require_supported(config(**changes), SimpleNamespace(kv_cache_groups=[None] * groups))
+        require_supported(config(**changes), cache_of(*["FullAttentionSpec"] * groups))
+
+
+def cache_of(*kinds: str) -> Any:
+    """vLLM's description of the cache, a group a kind."""
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds])
+
+
+@pytest.mark.parametrize("kind", ["SlidingWindowSpec", "MambaSpec", "ChunkedLocalAttentionSpec", "RSWASpec"])
+def test_caches_that_give_blocks_back_early_are_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"KV cache of kind {kind}"):
+        require_supported(config(), cache_of(kind))
+    mixed = cache_of("FullAttentionSpec")
+    mixed.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = {
+        "a": type("FullAttentionSpec", (), {})(),
+        "b": type(kind, (), {})(),
+    }
+    with pytest.raises(ConfigError, match="expected full attention or MLA in every layer"):
+        require_supported(config(), mixed)
 
 
 def test_blocks_of_the_store_are_whole_blocks_of_vllm() -> None:

@@ -237,3 +237,15 @@ def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, seed: int) -> N
     engine.settle()
     assert loaded, "nothing was ever loaded"
     engine.close()
+
+
+def test_blocks_that_vllm_gave_back_are_not_saved(engine: ToyEngine) -> None:
+    request = engine.add(ask("1", prompt(1, 18), "s"))
+    request.blocks, request.num_computed_tokens = [5, 6, 0, 7, 8], 18
+    engine.free = [block for block in engine.free if block not in request.blocks]
+    assert engine.side.finished(request, request.blocks)
+    (order,) = engine.side._orders.saves
+    assert order.blocks.tolist() == [5, 6]
+    request.blocks.remove(0)
+    request.state = "ended"
+    engine.settle()
