@@ -17,10 +17,10 @@ ENGINES := .venv-engines
 COMMA := ,
 STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 
-.PHONY: help venv test engines test-engines demo lint format types package nightly bench clean
+.PHONY: help venv test engines test-engines demo lint format types package nightly mutations bench clean
 
 help:
-	@echo 'make venv | test | test-engines | demo | lint | format | types | package | nightly | bench | clean'
+	@echo 'make venv | test | test-engines | demo | lint | format | types | package | nightly | mutations | bench | clean'
 
 venv: $(STAMP)
 
@@ -65,9 +65,13 @@ types: venv
 package: venv
 	FLATCAKE_NIGHTLY=1 $(BIN)/python -m pytest tests/test_packaging.py $(ARGS)
 
-# The long forms: more examples, larger stores, every marker that this machine can serve.
+# The long forms: more examples, larger stores, all crash states and mutations, every marker that this machine can serve.
 nightly: venv
 	FLATCAKE_NIGHTLY=1 $(BIN)/python -m pytest --timeout 1800 $(ARGS)
+
+# Takes the store's guards out one by one, and says which tests noticed.
+mutations: venv
+	FLATCAKE_NIGHTLY=1 $(BIN)/python -m pytest tests/attack/test_mutations.py -q -s --timeout 1800 $(ARGS)
 
 # Every benchmark with its defaults; each appends its rows to profiles/results/.
 bench: venv

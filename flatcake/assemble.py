@@ -38,6 +38,7 @@ from flatcake.placement import Placement, TablePlacement
 from flatcake.space import Space, Watermarks
 from flatcake.store import Store
 from flatcake.units import DIRECT_BYTES, MiB
+from flatcake.wear import WriteBudget
 
 RECORD_CACHE_BYTES = 64 * MiB
 FIRST_TILE_BYTES = 4 * MiB
@@ -65,6 +66,7 @@ def open_catalog(config: StoreConfig, geometry: Geometry, placement: Placement |
         high=capacity.high_watermark, low=capacity.low_watermark, dram_idle_ns_max=capacity.dram_idle_ns_max
     )
     space = Space(tables, Index(_entries_max(capacity, lanes)), growth, marks)
+    space.budget = WriteBudget(config.retention.ssd_daily_write_bytes_max)
     rules = config.placement
     return Catalog(
         space,
@@ -77,6 +79,7 @@ def open_catalog(config: StoreConfig, geometry: Geometry, placement: Placement |
         block_tokens=geometry.block_tokens,
         lease_ns=config.timeouts.lease_ns,
         report_ns=config.timeouts.rank_report_ns + max(config.timeouts.save_ns, config.timeouts.restore_ns),
+        ttl_ns=config.retention.ttl_ns,
     )
 
 
@@ -255,7 +258,8 @@ def _open_keeper(
         dram_bytes=config.capacity.dram_bytes_max,
         verify=plane.parts.verify,
     )
-    manifest = ManifestDB(files, f"{home}/{MANIFEST}", about.origin(), encode_about(about))
+    pieces: list[int] = plane.parts.lanes.piece_bytes.tolist()
+    manifest = ManifestDB(files, f"{home}/{MANIFEST}", about.origin(), encode_about(about), pieces)
     keeper = Keeper(catalog, plane.parts, manifest, files, config.capacity.ssd_free_bytes_min)
     try:
         keeper.reopen()

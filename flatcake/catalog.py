@@ -21,9 +21,10 @@ from flatcake.ledger import LeaseEntry, Ledger, OpenPlan, Outcome
 from flatcake.manifest import Stored, TurnRow
 from flatcake.messages import Completion, KeyArray, Plan, PlanKind, Runs
 from flatcake.placement import Placement, Turn
-from flatcake.prefix import Hit, leading, prefix_of, runs_of
+from flatcake.prefix import Hit, leading, prefix_of, runs_from, runs_of
 from flatcake.reopen import rebuild, rows_of
 from flatcake.reserve import Reservation, SaveRequest, reserve_turn
+from flatcake.retention import Retention
 from flatcake.scopes import Scope
 from flatcake.settle import rows_to_commit, settle_save
 from flatcake.space import GvaArray, Space
@@ -39,7 +40,9 @@ class Refused:
 class Catalog:
     """Index, scopes, extents and open plans of one store.  Any number of threads may call."""
 
-    def __init__(self, space: Space, placement: Placement, *, block_tokens: int, lease_ns: int, report_ns: int) -> None:
+    def __init__(
+        self, space: Space, placement: Placement, *, block_tokens: int, lease_ns: int, report_ns: int, ttl_ns: int = 0
+    ) -> None:
         self.space = space
         self.ranks: dict[int, int] = {}
         """Epoch of each live rank."""
@@ -51,6 +54,7 @@ class Catalog:
         self._report_ns = report_ns
         self._ledger = Ledger()
         self._lock = threading.RLock()
+        self.retention = Retention(space, self._ledger, self._lock, ttl_ns)
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -96,12 +100,12 @@ class Catalog:
                 return self._refuse("lease expired")
             if entry.release != self.release_number:
                 return self._refuse("reset")
-            if any(scope.withdrawn for scope in entry.scopes):
+            if any(scope.is_lost for scope in entry.scopes):
                 return self._refuse("rank lost")
             if not self.ranks:
                 return self._refuse("no data plane")
             blocks = np.arange(skip_blocks, len(entry.keys))
-            runs = prefix_of(entry.gvas[skip_blocks:], blocks, self.space).runs if skip_blocks else entry.runs
+            runs = runs_from(entry.runs, skip_blocks)
             plan = OpenPlan(kind=PlanKind.RESTORE, keys=entry.keys, gvas=entry.gvas, blocks=blocks, pinned=entry.scopes)
             return self._open(plan, runs, now_ns)
 
@@ -128,7 +132,9 @@ class Catalog:
             try:
                 reserved = reserve_turn(request, self.space, self._placement, pinned, now_ns)
                 self.space.scopes.touch(pinned, now_ns)
-                return self._save_plan(keys, gvas, reserved, pinned, now_ns) if reserved else self._refuse("no room")
+                if isinstance(reserved, str):
+                    return self._refuse(reserved)
+                return self._save_plan(keys, gvas, reserved, pinned, now_ns)
             finally:
                 self._unpin(pinned)
 
@@ -149,10 +155,9 @@ class Catalog:
             for plan in list(self._ledger.plans.values()):
                 if rank in plan.waiting:
                     plan.note_failure(plan.first_block, f"rank {rank} lost")
-            for scope in [s for s in self.space.scopes if s.medium is Medium.DRAM]:
-                self.space.withdraw(scope)
+            self.space.lose(Medium.DRAM)
             waiting = [plan for plan in self._ledger.plans.values() if rank in plan.waiting]
-            return [self._end(plan) for plan in waiting if self._is_last(plan, rank)]
+            return [self._end(plan) for plan in waiting if plan.is_last(rank)]
 
     def finish(self, completion: Completion) -> Outcome | None:
         """Take a rank's report; returns the plan's outcome when that was the last one.
@@ -171,18 +176,21 @@ class Catalog:
             if bad is not None and plan.kind is PlanKind.RESTORE:
                 found = sorted({bad, *completion.damaged_blocks})
                 self.counts["blocks_dropped"] += self.space.index.withdraw(plan.keys[found], plan.gvas[found])
-            if not self._is_last(plan, rank):
+            if not plan.is_last(rank):
                 return None
             rows, generation = rows_to_commit(plan), self.space.generation
             if not rows:
                 return self._end(plan)
-        numbers = [self.space.manifest.commit_turn(row, generation) for row in rows]
+        with self.retention.committing:
+            if plan.first_bad_block is not None:  # Deleted meanwhile, or reset, or late.
+                rows = []
+            numbers = [self.space.manifest.commit_turn(row, generation) for row in rows]
         with self._lock:
             plan.committed = [number for number in numbers if number]
             return self._end(plan)
 
     def expire(self, now_ns: int) -> list[Outcome]:
-        """Drop leases that are past their deadline, and fail plans whose ranks are late.
+        """Drop leases that are past their deadline and what was unused for too long; fail plans whose ranks are late.
 
         A late save is never published; its slots stay taken until its ranks have reported or are lost.
         """
@@ -194,6 +202,7 @@ class Catalog:
             for plan in late:
                 plan.timed_out = True
                 plan.note_failure(plan.first_block, "ranks did not report in time")
+            self.retention.expire(now_ns)
             return [p.outcome() for p in late]
 
     def reset(self) -> int:
@@ -217,7 +226,9 @@ class Catalog:
     def reopen(self, stored: Stored, now_ns: int) -> list[int]:
         """Fill an empty catalog with what an earlier run has committed; returns the rows that do not fit."""
         with self._lock:
-            return rebuild(self.space, stored, now_ns, self.counts)
+            dropped = rebuild(self.space, stored, now_ns, self.counts)
+            self.retention.expire(now_ns, len(stored))
+            return dropped
 
     def rows_of(self, medium: Medium) -> list[TurnRow]:
         """What is visible on a medium, a row each scope, the one used last first."""
@@ -269,11 +280,6 @@ class Catalog:
                 self.space.pin(scope)
             self._ledger.plans[entry.plan_id] = entry
         return Plan(kind=entry.kind, plan_id=entry.plan_id, runs=runs, keys=entry.keys, release=entry.release)
-
-    def _is_last(self, plan: OpenPlan, rank: int) -> bool:
-        """Note a rank's report; whether no other one is waited for."""
-        plan.waiting.discard(rank)
-        return not plan.waiting
 
     def _end(self, plan: OpenPlan) -> Outcome:
         del self._ledger.plans[plan.plan_id]

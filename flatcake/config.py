@@ -149,6 +149,22 @@ class IOConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionConfig:
+    """How long unused sessions stay, and how much may be written for all of them."""
+
+    ttl_ns: int = 0
+    """A session or shared prompt that nobody has leased or saved for longer than this is dropped, restarts
+    included; 0 keeps it until its room is needed."""
+    ssd_daily_write_bytes_max: int = 0
+    """Bytes a day that saves may write to SSD, at most as many at once; those beyond are refused.  0 for no bound."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self, "ttl_ns", self.ttl_ns >= 0, "0 or more nanoseconds")
+        require(self, "ssd_daily_write_bytes_max", self.ssd_daily_write_bytes_max >= 0, "0 or more bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutConfig:
     """How long each wait may last.  All of them end; none is unbounded."""
 
@@ -189,6 +205,8 @@ class StoreConfig:
     """Order of bytes in an extent."""
     io: IOConfig = field(default_factory=IOConfig)
     """Reads, writes and their staging."""
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    """How long sessions stay, and how much is written for them."""
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     """Bounds of all waits."""
 

@@ -25,11 +25,13 @@ from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.scribe import Scribe
 from flatcake.io.seam import Files
 from flatcake.keys import FORMAT_VERSION, Identity
+from flatcake.layout import LaneTable
 from flatcake.ledger import Outcome
 from flatcake.manifest import origin_digest
 from flatcake.messages import Completion, KeyArray, Plan, PlanKind, RankStart
 from flatcake.placement import Placement, Turn
-from flatcake.units import MS
+from flatcake.units import MS, SECOND
+from flatcake.wear import UNKNOWN, Wear
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +137,8 @@ class Coordinator:
     def counters(self) -> Counter[str]:
         """Everything counted since open, by name."""
         total: Counter[str] = Counter()
-        for counts in (self.counts, self.catalog.counts, *([self._manifest.counts] if self._manifest else [])):
+        kept = [self._manifest.counts] if self._manifest is not None else []
+        for counts in (self.counts, self.catalog.counts, self.catalog.retention.counts, *kept):
             total.update(dict(counts))  # Copied in one go, as other threads go on counting.
         return total
 
@@ -160,8 +163,7 @@ class Coordinator:
     def _close_manifest(self) -> None:
         """On the scribe's thread, last."""
         if self._manifest is not None:
-            scopes = sorted(self.catalog.space.scopes, key=lambda scope: scope.order)
-            self._manifest.close((), [scope.scope_id for scope in scopes], clean=True)
+            self._manifest.close((), _used(self.catalog, self._manifest, self._clock.now_ns()), clean=True)
 
 
 def open_coordinator(
@@ -197,9 +199,11 @@ def open_coordinator(
     if first.pool_file_bytes:
         files.make_directory(home)
         facts = (first.pool_file_bytes, len(config.directories), len(starts), FORMAT_VERSION)
-        manifest = ManifestDB(files, f"{home}/{MANIFEST}", origin_digest(identity.digest(), *facts))
+        pieces: list[int] = LaneTable.of(first.geometry).piece_bytes.tolist()
+        origin = origin_digest(identity.digest(), *facts)
+        manifest = ManifestDB(files, f"{home}/{MANIFEST}", origin, piece_bytes=pieces)
         try:
-            _reopen(catalog, manifest, all(start.pool_kept and start.verifies for start in starts), clock.now_ns())
+            _reopen(catalog, manifest, all(start.pool_kept and start.verifies for start in starts), clock)
         except BaseException:
             manifest.close()
             raise
@@ -209,19 +213,34 @@ def open_coordinator(
     return Coordinator(catalog, manifest, identity=identity, geometry=first.geometry, config=config, clock=clock)
 
 
-def _reopen(catalog: Catalog, manifest: ManifestDB, is_same: bool, now_ns: int) -> None:
+def _reopen(catalog: Catalog, manifest: ManifestDB, is_same: bool, clock: Clock) -> None:
     """Fill the catalog with what an earlier run has committed, if `is_same`: every rank still has its files.
 
     What was in DRAM is gone with the ranks.
     """
     stored = manifest.load(trusted=is_same)
+    catalog.space.manifest = manifest  # What expires at once goes with the first transaction.
+    budget, now_ns = catalog.space.budget, clock.now_ns()
+    budget.resume(stored.wear.left_bytes, manifest.wall_s() - stored.wear.wall_s, now_ns)
+
+    def wear() -> Wear:
+        """What is left to write; bytes written are the ranks' to count."""
+        left_bytes = budget.left_bytes(clock.now_ns())
+        left_bytes = UNKNOWN if left_bytes is None else left_bytes
+        return replace(stored.wear, left_bytes=left_bytes, wall_s=max(0, manifest.wall_s()))
+
+    manifest.wear = wear
     if is_same:
         dropped = catalog.reopen(stored, now_ns)
-        for scope in [scope for scope in catalog.space.scopes if scope.medium is Medium.DRAM]:
-            catalog.space.withdraw(scope)
-        manifest.start(dropped)
+        catalog.space.lose(Medium.DRAM)
+        manifest.start(dropped, _used(catalog, manifest, now_ns))
     else:
         catalog.counts["reopen: rows of another pool"] += len(stored)
         catalog.space.generation = stored.generation
         manifest.start((), everything=True)
-    catalog.space.manifest = manifest
+
+
+def _used(catalog: Catalog, manifest: ManifestDB, now_ns: int) -> list[tuple[int, int]]:
+    """All scopes in order of use, oldest first, each with the wall clock of its last use."""
+    scopes, wall_s = sorted(catalog.space.scopes, key=lambda scope: scope.order), manifest.wall_s()
+    return [(scope.scope_id, max(1, wall_s - (now_ns - scope.last_use_ns) // SECOND)) for scope in scopes]

@@ -15,7 +15,7 @@ from flatcake.errors import ClosedError
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
 from flatcake.io.device import Event
-from flatcake.io.paged import PagedKV
+from flatcake.io.paged import PagedKV, PageTable
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
 from flatcake.io.plan import PlanLimits, make_tiles
@@ -123,7 +123,7 @@ class DataPlane:
 
         Args:
             plan: From a catalog.
-            pages: 1-D page table of the request from its first block on.
+            pages: 1-D page table of the request from its first block on, or what `check_pages` made of it.
             stream: The producer: what is queued there at the start is waited for before the pages are read.
             deadline_ns: Time of the clock after which no further write is begun; the start included.
             report: As for `restore`.
@@ -133,13 +133,13 @@ class DataPlane:
             ClosedError: The data plane is closed.
         """
         self._require_open()
-        table = self.kv.page_table(pages, len(plan.keys), self._geometry.pages_per_block, holes=False)
+        table = pages if isinstance(pages, PageTable) else self.check_pages(pages, len(plan.keys))
         work = self._expand(plan, self._write_limits())
         producer = self.parts.device.stream_of(stream)
 
         def begin() -> None:
             after = self.parts.device.record(producer)
-            self.parts.pump.post(lambda: writing.start(table, after))
+            self.parts.pump.post(lambda: writing.start(table.rows, after))
 
         save = Save(len(plan.keys), begin)
         writing = Writing(self.parts, save, work, lambda done: self._end_save(writing, done, report))
@@ -149,13 +149,13 @@ class DataPlane:
             self._deadlines[writing] = self.parts.pump.at(deadline_ns, partial(writing.give_up, "deadline"))
         return save
 
-    def check_pages(self, pages: object, blocks: int) -> None:
+    def check_pages(self, pages: object, blocks: int) -> PageTable:
         """Check the page table of a save before anything is begun.
 
         Raises:
             PageTableError: Too short, out of range, or a page named twice.
         """
-        self.kv.page_table(pages, blocks, self._geometry.pages_per_block, holes=False)
+        return PageTable(self.kv.page_table(pages, blocks, self._geometry.pages_per_block, holes=False))
 
     def require_threads(self) -> None:
         """A child of fork has the store's memory and none of its threads: nothing would ever end there.

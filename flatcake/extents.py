@@ -119,6 +119,8 @@ class Extent:
     used_blocks: int = field(default=0)
     holes: dict[int, int] = field(default_factory=dict)
     """Slots that were given back while others followed them: end to first."""
+    size_bytes: int = field(default=0)
+    """Of an extent of another geometry; 0: the table's."""
 
     @property
     def free_blocks(self) -> int:
@@ -165,16 +167,20 @@ class ExtentTable:
         """Put extents of an earlier run in their places, while there are none; disjoint, inside files."""
         assert not self._by_base
         self._by_base.update((extent.base_bytes, extent) for extent in extents)
-        spans = [(base, self.lanes.extent_bytes(extent.room_blocks)) for base, extent in self._by_base.items()]
+        spans = [(base, self.size_of(extent)) for base, extent in self._by_base.items()]
         self.ranges.take(spans)
         self.used_bytes = sum(size_bytes for _, size_bytes in spans)
 
     def free(self, extent: Extent) -> None:
         """Give an extent's range back; its generation is never used again."""
         assert self._by_base.pop(extent.base_bytes) is extent
-        size_bytes = self.lanes.extent_bytes(extent.room_blocks)
+        size_bytes = self.size_of(extent)
         self.ranges.free(extent.base_bytes, size_bytes)
         self.used_bytes -= size_bytes
+
+    def size_of(self, extent: Extent) -> int:
+        """Bytes that an extent takes."""
+        return extent.size_bytes or self.lanes.extent_bytes(extent.room_blocks)
 
     def at(self, offset_bytes: int) -> Extent | None:
         """The extent that holds the byte at `offset_bytes`, or None.  Cost: O(log n)."""
@@ -182,7 +188,7 @@ class ExtentTable:
         if at < 0:
             return None
         extent: Extent = self._by_base.peekitem(at)[1]
-        end = extent.base_bytes + self.lanes.extent_bytes(extent.room_blocks)
+        end = extent.base_bytes + self.size_of(extent)
         return extent if offset_bytes < end else None
 
     def piece_offset(self, extent: Extent, slot: int) -> int:
@@ -205,7 +211,7 @@ class ExtentTable:
     def check(self) -> None:
         """Assert: extents and free ranges tile the medium, and usage equals a recount."""
         self.ranges.check()
-        spans = [(base, self.lanes.extent_bytes(e.room_blocks)) for base, e in self._by_base.items()]
+        spans = [(base, self.size_of(extent)) for base, extent in self._by_base.items()]
         assert self.used_bytes == sum(size for _, size in spans)
         assert self.used_bytes + self.ranges.free_bytes == self.ranges.size_bytes
         for (base, size), (next_base, _) in pairwise(spans):

@@ -16,11 +16,16 @@ from flatcake.clock import Clock
 from flatcake.gva import Medium
 from flatcake.io.dramdump import DUMP, Range, read_dump, write_dump
 from flatcake.io.manifestdb import ManifestDB
+from flatcake.io.manifestrows import SCOPE_SHIFT
 from flatcake.io.parts import Parts
 from flatcake.io.pooldir import attempt
+from flatcake.io.salvage import Row
 from flatcake.io.scribe import Scribe
 from flatcake.io.seam import Files
-from flatcake.manifest import BASE_BYTES, ROOM_BLOCKS, TurnRow
+from flatcake.manifest import TurnRow
+from flatcake.scopes import Scope
+from flatcake.units import SECOND
+from flatcake.wear import UNKNOWN, Wear
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +41,10 @@ class Keeper:
         self._clock: Clock = parts.clock
         self._free_bytes_min = free_bytes_min
         self._home = parts.pool.paths[0].rpartition("/")[0]
+        self.written_before: Counter[Medium] = Counter()
+        """Bytes that each medium has taken in earlier runs, as far as is known."""
+        self._carried: dict[int, list[Row]] = {}
+        """Rows of other identities in DRAM, by scope."""
         self._scribe = Scribe(self._on_scribe_end)
         self._is_closed = False
         self.is_abandoned = False
@@ -50,16 +59,21 @@ class Keeper:
         if not is_same and len(stored):
             self._counts["reopen: rows of another pool"] += len(stored)
         space = self._catalog.space
+        space.manifest = self.manifest  # What expires at once goes with the first transaction.
+        self._resume(stored.wear)
         if is_same:
             dropped = self._catalog.reopen(stored, self._clock.now_ns())
             in_dram = stored.numbers[stored.media == Medium.DRAM].tolist()
+            gone = set(dropped)
+            for number, body in stored.carried:
+                if number not in gone:
+                    self._carried.setdefault(number >> SCOPE_SHIFT, []).append((number, body))
             self._load_dram()
-            self.manifest.start([*dropped, *in_dram])
+            self.manifest.start([*dropped, *in_dram], self._used())
         else:
             space.generation = stored.generation
             self.manifest.start((), everything=True)
         self._remove_dump()
-        space.manifest = self.manifest
 
     def post(self, task: Callable[[], object]) -> None:
         """Run what may wait on a disk: on the scribe's thread, or here once that has ended.
@@ -101,9 +115,8 @@ class Keeper:
             log.warning("%s: closed with commits under way; DRAM is not kept", self._home)
             self.give_up(0)
             return False
-        rows = self._dump_dram(end_ns)
-        used = [scope.scope_id for scope in sorted(self._catalog.space.scopes, key=lambda scope: scope.order)]
-        return self.manifest.close(rows, used, clean=self._sync_pool())
+        rows, carried = self._dump_dram(end_ns)
+        return self.manifest.close(rows, self._used(), carried, clean=self._sync_pool())
 
     def give_up(self, wait_ns: int) -> None:
         """Keep nothing, and let go of the manifest: now, or as soon as nothing is stuck there."""
@@ -124,6 +137,31 @@ class Keeper:
             self.manifest.settle()
             self.manifest.close()
 
+    def _used(self) -> list[tuple[int, int]]:
+        """All scopes in order of use, oldest first, each with the wall clock of its last use."""
+        now_ns, wall_s = self._clock.now_ns(), self.manifest.wall_s()
+        scopes = sorted(self._catalog.space.scopes, key=lambda scope: scope.order)
+        return [(scope.scope_id, max(1, wall_s - (now_ns - scope.last_use_ns) // SECOND)) for scope in scopes]
+
+    # -- wear -------------------------------------------------------------------------------------------
+
+    def _resume(self, wear: Wear) -> None:
+        """Count and spend on where an earlier run has left off."""
+        self.written_before = Counter({Medium.DRAM: wear.dram_bytes, Medium.SSD: wear.ssd_bytes})
+        idle_s = self.manifest.wall_s() - wear.wall_s
+        self._catalog.space.budget.resume(wear.left_bytes, idle_s, self._clock.now_ns())
+        self.manifest.wear = self._wear
+
+    def _wear(self) -> Wear:
+        total = {medium: self.written_before[medium] + self._parts.written_bytes[medium] for medium in Medium}
+        left_bytes = self._catalog.space.budget.left_bytes(self._clock.now_ns())
+        return Wear(
+            dram_bytes=total[Medium.DRAM],
+            ssd_bytes=total[Medium.SSD],
+            left_bytes=UNKNOWN if left_bytes is None else left_bytes,
+            wall_s=max(0, self.manifest.wall_s()),
+        )
+
     # -- DRAM -------------------------------------------------------------------------------------------
 
     def _load_dram(self) -> None:
@@ -133,41 +171,50 @@ class Keeper:
         if not scopes:
             return
         assert self._parts.arena is not None
-        lanes = self._parts.lanes
-        spans = [(e.base_bytes, lanes.extent_bytes(e.room_blocks)) for scope in scopes for e in scope.extents]
+        spans = [span for scope in scopes for span in self._spans(scope)]
         came = iter(read_dump(self._files, f"{self._home}/{DUMP}", self._parts.arena.array, spans))
         for scope in scopes:
             if sum(next(came) for _ in scope.extents) < len(scope.extents):
                 self._counts["reopen: DRAM scopes lost"] += 1
                 space.withdraw(scope)
 
-    def _dump_dram(self, end_ns: int) -> list[TurnRow]:
-        """Write the DRAM scopes to a file, the one used last first, while there is time and space."""
+    def _dump_dram(self, end_ns: int) -> tuple[list[TurnRow], list[Row]]:
+        """Write the DRAM scopes to a file, the one used last first, while there is time and space.
+
+        Returns:
+            Rows of what is there, those of other identities apart.
+        """
         if self._parts.arena is None:
-            return []
-        rows = self._catalog.rows_of(Medium.DRAM)
+            return [], []
+        rows, scopes = self._catalog.rows_of(Medium.DRAM), self._catalog.space.scopes
+        foreign = [scope for scope in scopes.foreign if scope.medium is Medium.DRAM]
         self._remove_dump()
-        if not rows:
-            return []
+        if not rows and not foreign:
+            return [], []
         left_bytes = (attempt(self._files.free_bytes, self._home) or 0) - self._free_bytes_min
 
         def go_on(size_bytes: int) -> bool:
             nonlocal left_bytes
             left_bytes -= size_bytes
-            return left_bytes >= 0 and self._left_ns(end_ns) > 0
+            may = left_bytes >= 0 and self._left_ns(end_ns) > 0
+            self._parts.written_bytes[Medium.SSD] += size_bytes if may else 0
+            return may
 
-        groups = [self._spans(row) for row in rows]
+        groups = [self._spans(scope) for scope in (*(scopes.get(row.scope_id) for row in rows), *foreign)]
         path = f"{self._home}/{DUMP}"
         done = attempt(write_dump, self._files, path, self._parts.arena.array, groups, go_on) or 0
-        self._counts["DRAM scopes not kept at close"] += len(rows) - done
-        if done < len(rows):
-            log.warning("%s: %d of %d DRAM scopes are not kept: no time or space", path, len(rows) - done, len(rows))
-        return rows[:done]
+        self._counts["DRAM scopes not kept at close"] += len(groups) - done
+        if done < len(groups):
+            log.warning(
+                "%s: %d of %d DRAM scopes are not kept: no time or space", path, len(groups) - done, len(groups)
+            )
+        kept = foreign[: max(0, done - len(rows))]
+        return rows[:done], [each for scope in kept for each in self._carried[scope.scope_id]]
 
-    def _spans(self, row: TurnRow) -> Sequence[Range]:
-        """Where the extents of a row lie, each once."""
-        lanes = self._parts.lanes
-        return sorted({(p[BASE_BYTES], lanes.extent_bytes(p[ROOM_BLOCKS])) for p in row.parts.tolist()})
+    def _spans(self, scope: Scope) -> Sequence[Range]:
+        """Where the extents of a DRAM scope lie."""
+        table = self._catalog.space.tables[Medium.DRAM]
+        return [(extent.base_bytes, table.size_of(extent)) for extent in scope.extents]
 
     def _remove_dump(self) -> None:
         try:

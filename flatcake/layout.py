@@ -10,6 +10,7 @@ restores in layers × extents reads.  The paper's way is the same extent cut for
 setting `layout="segments"`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +41,12 @@ class LaneTable:
 
     @classmethod
     def of(cls, geometry: Geometry) -> "LaneTable":
-        sizes = np.array([geometry.piece_bytes(layer) for layer in range(geometry.layer_count)], np.int64)
+        return cls.of_pieces([geometry.piece_bytes(layer) for layer in range(geometry.layer_count)])
+
+    @classmethod
+    def of_pieces(cls, piece_bytes: Sequence[int]) -> "LaneTable":
+        """The same from the padded bytes of a piece of each layer."""
+        sizes = np.array(piece_bytes, np.int64)
         return cls(sizes, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)[:-1]]), int(sizes.sum()))
 
     @property

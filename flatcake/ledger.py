@@ -71,6 +71,11 @@ class OpenPlan:
         if self.first_bad_block is None or first_bad_block < self.first_bad_block:
             self.first_bad_block, self.reason = first_bad_block, reason
 
+    def is_last(self, rank: int) -> bool:
+        """Note a rank's report; whether no other one is waited for."""
+        self.waiting.discard(rank)
+        return not self.waiting
+
     def outcome(self, published_blocks: int = 0) -> Outcome:
         return Outcome(
             plan_id=self.plan_id,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatcake.gva import Medium, decode_array
-from flatcake.messages import RUN_COLUMNS, Int64Array, KeyArray, Runs
+from flatcake.messages import BLOCKS, FIRST_BLOCK, FIRST_SLOT, RUN_COLUMNS, Int64Array, KeyArray, Runs
 from flatcake.scopes import Scope
 from flatcake.space import GvaArray, Slots, Space
 
@@ -86,6 +86,16 @@ def runs_of(slots: list[Slots], blocks: Int64Array) -> Runs:
             rows.append((*map(int, row), int(indices[piece[0]])))
         at += part.count
     return Runs(np.array(rows, np.int64).reshape(-1, RUN_COLUMNS))
+
+
+def runs_from(runs: Runs, first_block: int) -> Runs:
+    """What is left of runs without the blocks of the request before `first_block`."""
+    table = runs.table.copy()
+    skipped = np.clip(first_block - table[:, FIRST_BLOCK], 0, table[:, BLOCKS])
+    table[:, FIRST_SLOT] += skipped
+    table[:, FIRST_BLOCK] += skipped
+    table[:, BLOCKS] -= skipped
+    return Runs(table[table[:, BLOCKS] > 0])
 
 
 def shared_prefix(session: str, known: Prefix) -> int:

@@ -18,6 +18,7 @@ from flatcake.scopes import Scope
 from flatcake.space import Slots, Space
 
 DRAM_GVA_LIMIT = np.uint64(1 << 60)
+NO_ROOM, NO_BUDGET = "no room", "SSD write budget"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,11 +46,11 @@ class SaveRequest:
 
 def reserve_turn(
     request: SaveRequest, space: Space, placement: Placement, pinned: list[Scope], now_ns: int
-) -> Reservation | None:
+) -> Reservation | str:
     """Decide where the missing blocks go and take their slots.
 
-    Scopes that receive blocks are pinned and added to `pinned`.  Returns None, with nothing taken, when there
-    is no room.
+    Scopes that receive blocks are pinned and added to `pinned`.  Returns why not, with nothing taken, when there
+    is no room, or when too much was written to SSD already.
     """
     gvas = request.gvas
     decision = placement.place(_signals(request, space, now_ns))
@@ -64,13 +65,14 @@ def reserve_turn(
     missing = gvas == MISS
     missing[lead] = False
     rest = np.flatnonzero(missing)
-    taken = _reserve(request.session, medium, len(rest), space, pinned, now_ns)
-    spilled = taken is None and medium is Medium.DRAM
-    if spilled:
-        taken = _reserve(request.session, Medium.SSD, len(rest), space, pinned, now_ns)
-    if taken is None:
+    taken = _reserve_rest(request.session, medium, len(rest), space, pinned, now_ns)
+    if isinstance(taken, str):
         space.give_back(slots)
-        return None
+        return taken
+    roots = {scope.scope_id for scope in request.known.scopes}
+    for scope in {part.scope for part in taken}:
+        scope.roots |= roots - {scope.scope_id}
+    spilled = medium is Medium.DRAM and any(part.extent.medium is Medium.SSD for part in taken)
     return Reservation(slots + taken, np.concatenate([lead, rest]), spilled)
 
 
@@ -85,6 +87,27 @@ def _signals(request: SaveRequest, space: Space, now_ns: int) -> TurnSignals:
         block_tokens=request.block_tokens,
         dram_free_blocks=space.available_blocks(Medium.DRAM, now_ns, blocks + 1),
     )
+
+
+def _reserve_rest(
+    session: str, medium: Medium, blocks: int, space: Space, pinned: list[Scope], now_ns: int
+) -> list[Slots] | str:
+    """Take slots where the decision says, or on SSD when DRAM is full; or say why not."""
+    if medium is Medium.DRAM:
+        taken = _reserve(session, medium, blocks, space, pinned, now_ns)
+        if taken is not None:
+            return taken
+    table = space.tables[Medium.SSD]
+    if not blocks or not table.ranges.size_bytes:
+        return NO_ROOM if blocks else []
+    size_bytes = table.lanes.extent_bytes(blocks)  # With their share of a record.
+    if not space.budget.allows(size_bytes, now_ns):  # Before anything is reclaimed for it.
+        return NO_BUDGET
+    taken = _reserve(session, Medium.SSD, blocks, space, pinned, now_ns)
+    if taken is None:
+        return NO_ROOM
+    space.budget.spend(size_bytes, now_ns)
+    return taken
 
 
 def _reserve(

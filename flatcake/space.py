@@ -1,7 +1,7 @@
 """Room on the media: slots reserved for a turn, scopes reclaimed when a medium fills.  Paper §3.2.
 
 Pure.  Whole scopes go, oldest last use first, never one that is pinned, and never by moving bytes.  DRAM
-drops only scopes that have been idle for a while; new writes then spill to SSD.
+drops only scopes that have been idle for a while; new writes then spill to SSD.  Softly pinned scopes go last.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,9 @@ from flatcake.extents import Extent, ExtentTable
 from flatcake.gva import Medium, decode_array, encode_array
 from flatcake.index import Index
 from flatcake.layout import Growth
-from flatcake.manifest import Manifest, NoManifest
 from flatcake.scopes import Scope, ScopeTable
+from flatcake.turnlog import Manifest, NoManifest
+from flatcake.wear import WriteBudget
 
 GvaArray = npt.NDArray[np.uint64]
 
@@ -53,9 +54,13 @@ class Space:
         """Withdrawn scopes whose extents are still being read or written."""
         self.reclaimed_scopes = 0
         self.reclaimed_blocks = 0
+        self.reclaimed_pinned_scopes = 0
+        """Those that a caller had softly pinned: nothing else was left."""
         self.generation = 0
         """Of the newest extent."""
         self.manifest: Manifest = NoManifest()
+        self.budget = WriteBudget()
+        """What saves may still write to SSD."""
         self._growth = growth
         self._marks = marks
 
@@ -113,20 +118,35 @@ class Space:
         elif not scope.keys:
             self.withdraw(scope)
 
-    def withdraw(self, scope: Scope) -> None:
+    def withdraw(self, scope: Scope) -> int:
         """Take a scope's keys out of the index; its extents are freed now, or with the last pin.
 
         The manifest forgets it before anything else is committed, so before its bytes are another's.
+
+        Returns:
+            Blocks that are no longer visible.
         """
         if scope.medium is Medium.SSD:
             self.manifest.drop_scope(scope.scope_id)
-        for keys, gvas in zip(scope.keys, scope.gvas, strict=True):
-            self.index.withdraw(keys, gvas)
+        blocks = sum(self.index.withdraw(keys, gvas) for keys, gvas in zip(scope.keys, scope.gvas, strict=True))
         self.scopes.remove(scope)
         if scope.pins:
             self.draining.append(scope)
         else:
             self._free(scope)
+        return blocks
+
+    def lose(self, medium: Medium) -> None:
+        """The bytes of a medium are gone: its scopes are withdrawn, and no restore may begin that reads them."""
+        for scope in [scope for scope in [*self.scopes, *self.draining] if scope.medium is medium]:
+            scope.is_lost = True
+            if not scope.withdrawn:
+                self.withdraw(scope)
+
+    def scope_bytes(self, scope: Scope) -> int:
+        """Bytes of a scope's extents."""
+        table = self.tables[scope.medium]
+        return sum(table.size_of(extent) for extent in scope.extents)
 
     def available_blocks(self, medium: Medium, now_ns: int, blocks_max: int) -> int:
         """About how many blocks fit below the high watermark, idle DRAM scopes counted as room.
@@ -136,10 +156,10 @@ class Space:
         table = self.tables[medium]
         enough_bytes = table.lanes.extent_bytes(blocks_max)
         free_bytes = int(table.ranges.size_bytes * self._marks.high) - table.used_bytes
-        for scope in self.scopes.oldest(medium):
+        for scope in self.scopes.victims(medium, now_ns):
             if free_bytes >= enough_bytes or not self._may_drop(scope, now_ns):
                 break
-            free_bytes += self._scope_bytes(scope)
+            free_bytes += self.scope_bytes(scope)
         return min(blocks_max, table.lanes.room_blocks(max(0, free_bytes)))
 
     def check(self) -> None:
@@ -156,7 +176,7 @@ class Space:
             table.check()
         live = 0
         for scope in self.scopes:
-            assert scope.blocks <= scope.used_blocks and (scope.pins or scope.keys)
+            assert scope.blocks <= scope.used_blocks and (scope.pins or scope.keys or scope.is_foreign)
             for keys, gvas in zip(scope.keys, scope.gvas, strict=True):
                 live += int((self.index.lookup(keys) == gvas).sum())
                 assert (decode_array(gvas)[0] == int(scope.medium)).all()
@@ -195,38 +215,36 @@ class Space:
         if used_bytes <= size_bytes * marks.high and surplus <= 0:
             return True
         victims: list[Scope] = []
-        for victim in self.scopes.oldest(scope.medium):
+        for victim in self.scopes.victims(scope.medium, now_ns):
             if (used_bytes <= size_bytes * marks.low and surplus <= 0) or not self._may_drop(victim, now_ns):
                 break
             victims.append(victim)
-            used_bytes -= self._scope_bytes(victim)
+            used_bytes -= self.scope_bytes(victim)
             surplus -= victim.blocks
         if used_bytes > size_bytes or surplus > 0:
             return False
         for victim in victims:
-            self._reclaim(victim)
+            self._reclaim(victim, now_ns)
         return True
 
     def _reclaim_one(self, medium: Medium, now_ns: int) -> bool:
-        victim = next(self.scopes.oldest(medium), None)
+        victim = next(self.scopes.victims(medium, now_ns), None)
         if victim is None or not self._may_drop(victim, now_ns):
             return False
-        self._reclaim(victim)
+        self._reclaim(victim, now_ns)
         return True
 
-    def _reclaim(self, victim: Scope) -> None:
+    def _reclaim(self, victim: Scope, now_ns: int) -> None:
         self.reclaimed_scopes += 1
+        self.reclaimed_pinned_scopes += victim.kept_until_ns > now_ns
         self.reclaimed_blocks += victim.blocks
         self.withdraw(victim)
-
-    def _scope_bytes(self, scope: Scope) -> int:
-        lanes = self.tables[scope.medium].lanes
-        return sum(lanes.extent_bytes(extent.room_blocks) for extent in scope.extents)
 
     def _may_drop(self, scope: Scope, now_ns: int) -> bool:
         """DRAM keeps what is in use, since new writes can spill to SSD; without SSD it drops like any medium."""
         can_spill = scope.medium is Medium.DRAM and self.tables[Medium.SSD].ranges.size_bytes > 0
-        return not can_spill or now_ns - scope.last_use_ns > self._marks.dram_idle_ns_max
+        is_idle = now_ns - scope.last_use_ns > self._marks.dram_idle_ns_max and scope.kept_until_ns <= now_ns
+        return not can_spill or is_idle or scope.is_foreign
 
     def _free(self, scope: Scope) -> None:
         for extent in scope.extents:

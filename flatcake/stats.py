@@ -14,7 +14,7 @@ class MediumStats:
     """One medium."""
 
     io_path: str
-    """Engine that moves its bytes, e.g. ``posix`` or ``kvikio-compat``; empty where the medium is left out."""
+    """Engine that moves its bytes, e.g. ``posix`` or ``kvikio-staged``; empty where the medium is left out."""
     size_bytes: int
     used_bytes: int
     """Bytes in extents."""
@@ -24,16 +24,24 @@ class MediumStats:
     shrunk_extents: int
     """Extents that got less room than asked for, since the medium was fragmented."""
     free_ranges: int
+    written_bytes: int = 0
+    """Bytes written since the directory was made, as far as is known, or since open where nothing is kept."""
+    foreign_bytes: int = 0
+    """Bytes in extents of other identities; they are the first to be reclaimed."""
 
     @property
     def space_amplification(self) -> float:
-        """Bytes in extents for each byte of visible blocks; 1.0 when empty."""
-        return self.used_bytes / self.payload_bytes if self.payload_bytes else 1.0
+        """Bytes in extents of this identity for each byte of visible blocks; 1.0 when empty."""
+        return (self.used_bytes - self.foreign_bytes) / self.payload_bytes if self.payload_bytes else 1.0
 
     @classmethod
-    def of(cls, table: ExtentTable, blocks: int, io_path: str) -> "MediumStats":
+    def of(
+        cls, table: ExtentTable, blocks: int, io_path: str, *, written_bytes: int = 0, foreign_bytes: int = 0
+    ) -> "MediumStats":
         return cls(
             io_path=io_path,
+            written_bytes=written_bytes,
+            foreign_bytes=foreign_bytes,
             size_bytes=table.ranges.size_bytes,
             used_bytes=table.used_bytes,
             payload_bytes=blocks * table.lanes.block_bytes,
@@ -61,6 +69,8 @@ class StoreStats:
     plans: int
     """Restores and saves that are not settled yet."""
     draining_scopes: int
+    ssd_write_budget_bytes: int | None
+    """Bytes that saves may write to SSD now; None without a bound."""
     counts: Mapping[str, int]
     """Everything counted since open, by name: blocks delivered and saved per medium, bytes per I/O path, a
     reason for each refusal, drop and failure."""

@@ -4,10 +4,6 @@ Write path:  save -> catalog.begin_save -> dataplane.save -> report -> catalog.f
 Read path:   match -> lease -> restore -> wait_layer … -> result
 """
 
-import threading
-from collections import Counter
-from types import TracebackType
-
 import numpy as np
 
 from flatcake.catalog import Catalog, Refused
@@ -21,9 +17,9 @@ from flatcake.io.restore import Restore
 from flatcake.io.save import Save
 from flatcake.keeper import Keeper
 from flatcake.keys import Identity, chain
-from flatcake.ledger import Outcome
-from flatcake.messages import Completion, KeyArray, PlanKind
+from flatcake.messages import Completion, KeyArray
 from flatcake.placement import Turn
+from flatcake.saves import OpenSaves
 from flatcake.snapshot import take_stats
 from flatcake.stats import StoreStats
 from flatcake.units import MS
@@ -57,10 +53,7 @@ class Store:
         self._clock = clock
         self.keeper: Keeper | None = None
         """What is kept over a restart; None where nothing is.  Set before the first save."""
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._saves: dict[int, Save | None] = {}
-        """By plan; None while a save is being made."""
+        self._saves = OpenSaves(config.io.saves_max)
         self._is_closed = False
         self._arm_tick()
 
@@ -181,30 +174,60 @@ class Store:
         Raises:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
         """
-        self._require_open()
-        if not isinstance(session, str):
-            raise ConfigError(f"session={session!r}: expected text that names whose blocks these are")
+        self._require_open(session)
         found = self.keys(tokens, salt=salt, extra=extra)
-        self.plane.check_pages(pages, len(found))
+        table = self.plane.check_pages(pages, len(found))
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns)
-        busy = self._is_busy()
-        plan = Refused(busy) if busy else self.catalog.begin_save(session, found, turn or Turn(), now_ns)
+        plan = self._saves.begin(lambda: self.catalog.begin_save(session, found, turn or Turn(), now_ns))
         if isinstance(plan, Refused) or not len(plan.runs):
             return Save.ended(len(found), plan.reason if isinstance(plan, Refused) else "")
-        with self._lock:
-            self._saves[plan.plan_id] = None
         try:
-            save = self.plane.save(plan, pages, stream=stream, deadline_ns=deadline_ns, report=self._on_saved)
+            save = self.plane.save(plan, table, stream=stream, deadline_ns=deadline_ns, report=self._on_saved)
         except Exception:
             self._on_saved(self.plane.parts.completion(plan.plan_id, 0, "not begun"))
             raise
-        with self._lock:
-            if plan.plan_id in self._saves:  # Else it was late from the start, and is over.
-                self._saves[plan.plan_id] = save
+        self._saves.put(plan.plan_id, save)
         if not deferred:
             save.start()
         return save
+
+    def delete_session(self, session: str) -> int:
+        """Forget a session's blocks at once, on every medium, and over a restart; waits for the disk.
+
+        Leases and restores that have them keep them until they end; saves under way end as refusals.  Blocks that
+        other sessions use as well go too, unless they are a shared prompt.
+
+        Returns:
+            Blocks dropped.
+
+        Raises:
+            OwnershipError: It could not be written down, so that it holds for this process only: call again.
+        """
+        self._require_open(session)
+        return self.catalog.retention.delete_session(session)
+
+    def pin(self, session: str, *, hold_ns: int) -> int:
+        """Let a session's blocks, and those that they follow on, outlive all others for so long.
+
+        A soft pin: where nothing else is left to reclaim they go, and are counted.  No `retention.ttl_ns` applies
+        meanwhile.  A later pin may make it longer; it ends with the process.
+
+        Returns:
+            Blocks pinned; 0 when nothing of the session is stored.
+
+        Raises:
+            ConfigError: `hold_ns` is not 1 or more nanoseconds.
+        """
+        self._require_open(session)
+        if not isinstance(hold_ns, int) or hold_ns < 1:
+            raise ConfigError(f"hold_ns={hold_ns!r}: expected 1 or more nanoseconds from now on")
+        return self.catalog.retention.pin(session, self._clock.now_ns() + hold_ns)
+
+    def unpin(self, session: str) -> None:
+        """End a session's pin now; an unknown session is no error."""
+        self._require_open(session)
+        self.catalog.retention.unpin(session)
 
     def reset(self) -> int:
         """Forget everything at once, on every medium, and over a restart; restores under way end as misses.
@@ -228,9 +251,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """What the store holds and did; cheap enough to ask every second."""
-        with self._lock:
-            counts = Counter(self._counts)
-        return take_stats(self.catalog, self.plane, (counts, self.keeper.counts() if self.keeper else {}))
+        return take_stats(self.catalog, self.plane, self._saves.counts, self.keeper)
 
     def close(self) -> bool:
         """End everything within the configured time; True when nothing was left in flight.  Twice is safe.
@@ -241,19 +262,14 @@ class Store:
         is_clean = self.plane.close(self._config.timeouts.close_ns)
         if self.keeper is None or not self.keeper.is_abandoned:
             return is_clean
-        with self._lock:
-            left = [save for save in self._saves.values() if save is not None]
-        for save in left:
-            save.end(0, "closed")
+        self._saves.end_all("closed")
         self.catalog.expire(_NEVER_NS)  # What is being committed now is dropped again.
         return False
 
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     # -- private ----------------------------------------------------------------------------------------
@@ -261,38 +277,24 @@ class Store:
     def _on_saved(self, done: Completion) -> None:
         """On the pump's thread, which must not wait for a commit."""
         if self.keeper is None:
-            self._settle(self.catalog.finish(done))
+            self._saves.settle(self.catalog.finish(done))
         else:
-            self.keeper.post(lambda: self._settle(self.catalog.finish(done)))
-
-    def _settle(self, outcome: Outcome | None) -> None:
-        if outcome is None or outcome.kind is not PlanKind.SAVE:
-            return
-        with self._lock:
-            save = self._saves.pop(outcome.plan_id, None)
-        if save is not None:
-            save.end(outcome.published_blocks, outcome.reason)
-
-    def _is_busy(self) -> str:
-        """Why no further save may begin now; empty when one may."""
-        with self._lock:
-            if len(self._saves) < self._config.io.saves_max:
-                return ""
-            self._counts["refused: too many saves under way"] += 1
-        return "too many saves under way"
+            self.keeper.post(lambda: self._saves.settle(self.catalog.finish(done)))
 
     def _arm_tick(self) -> None:
         self.plane.parts.pump.at(self._clock.now_ns() + TICK_NS, self._tick)
 
     def _tick(self) -> None:
         for outcome in self.catalog.expire(self._clock.now_ns()):
-            self._settle(outcome)
+            self._saves.settle(outcome)
         if self.keeper is not None:
             self.keeper.tick()
         if not self._is_closed:
             self._arm_tick()
 
-    def _require_open(self) -> None:
+    def _require_open(self, session: str = "") -> None:
         if self._is_closed:
             raise ClosedError("the store is closed; open it again")
         self.plane.require_threads()
+        if not isinstance(session, str):
+            raise ConfigError(f"session={session!r}: expected text that names whose blocks these are")

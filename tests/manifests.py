@@ -44,6 +44,11 @@ class MemoryManifest:
         self._forget({n for n, scope in self.scope_of.items() if scope < scope_limit})
         return not self.is_broken
 
+    def checkpoint(self) -> bool:
+        if not self.is_broken:
+            self.settle()
+        return not self.is_broken
+
     def settle(self) -> None:
         pending, self._pending = self._pending, []
         for forget in pending:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatcake.assemble import open_store
 from flatcake.clock import Clock
-from flatcake.config import CapacityConfig, IOConfig, LayoutConfig, StoreConfig, TimeoutConfig
+from flatcake.config import CapacityConfig, IOConfig, LayoutConfig, RetentionConfig, StoreConfig, TimeoutConfig
 from flatcake.gva import Medium
 from flatcake.io.memory import MemoryEngine
 from flatcake.io.paged import PagedKV
@@ -22,12 +22,14 @@ from flatcake.io.parts import MediumIO
 from flatcake.io.restore import RestoreResult
 from flatcake.io.save import SaveResult
 from flatcake.io.seam import Files
+from flatcake.io.window import Window
 from flatcake.keys import Identity
 from flatcake.layout import LaneTable
 from flatcake.messages import KeyArray
 from flatcake.placement import Turn
 from flatcake.store import Store
 from flatcake.units import DIRECT_BYTES, SECOND, align_up
+from tests.opened import note
 
 WAIT_S = 30.0
 """Far beyond what anything takes; reaching it is a failure."""
@@ -176,6 +178,7 @@ def make_config(
     io: dict[str, Any] | None = None,
     timeouts: dict[str, Any] | None = None,
     layout: dict[str, Any] | None = None,
+    retention: dict[str, Any] | None = None,
     rank: int = 0,
 ) -> StoreConfig:
     """A store with room for so many blocks on each medium; without directories its SSD is the memory engine."""
@@ -197,6 +200,7 @@ def make_config(
         io=IOConfig(**settings),  # type: ignore[arg-type]
         timeouts=TimeoutConfig(**timeouts or {}),
         layout=LayoutConfig(**layout or {}),
+        retention=RetentionConfig(**retention or {}),
     )
 
 
@@ -215,7 +219,7 @@ def make_store(
 ) -> Store:
     """Open a store over a memory; by default both media are in memory and take faults."""
     config = config or make_config(memory)
-    return open_store(config, identity or make_identity(memory), memory.kv, clock=clock, files=files)
+    return note(open_store(config, identity or make_identity(memory), memory.kv, clock=clock, files=files))
 
 
 def memory_engine(store: Store, medium: Medium) -> MemoryEngine:
@@ -292,6 +296,12 @@ def eventually(store: Store, what: Callable[[], bool]) -> None:
         fence(store)
 
 
+def is_whole(store: Store, window: Window) -> bool:
+    """Whether all slots are free, once those that came back have been looked at."""
+    store.plane.parts.pump.post(window.collect)
+    return window.free_slots == window.slots
+
+
 def check(store: Store, *, leases: int = 0, plans: int = 0) -> None:
     """Nothing is open apart from what is named, and all invariants hold."""
     eventually(store, lambda: store.stats().plans == plans)
@@ -300,6 +310,6 @@ def check(store: Store, *, leases: int = 0, plans: int = 0) -> None:
     store.catalog.check()
     parts.book.check()
     if not plans:
-        eventually(store, lambda: parts.window.free_slots == parts.window.slots)
-        eventually(store, lambda: parts.save_window.free_slots == parts.save_window.slots)
+        for window in (parts.window, parts.save_window):
+            eventually(store, lambda window=window: is_whole(store, window))  # type: ignore[misc]
         assert parts.restores_active == 0 and stats.draining_scopes == 0

@@ -44,8 +44,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 PIECE = 4096
 AGENT = Turn(index=2, prior_reply_tokens=100_000)

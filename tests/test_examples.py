@@ -10,8 +10,6 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 COPIED_LINES_MAX = 40
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")

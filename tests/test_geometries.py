@@ -16,8 +16,6 @@ from flatcake.store import Store
 from flatcake.units import DIRECT_BYTES, align_up
 from tests.stores import CHAT, ONE_SHOT, WAIT_S, Layout, Memory, check, make_config, make_store, make_tokens, shuffled
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 LAYERS, HEADS, DIM = 3, 2, 16
 BLOCKS = 5
 FP8, BF16, FP16, FP32, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.uint8

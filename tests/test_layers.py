@@ -24,7 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # The seam to files and devices, and values that depend on nothing.
     ("fields", "gva", "geometry", "io.seam", "kernels.walk", "kernels.launch", "sched.counters"),
     # Pure rules, and kernels over plain tensors.
-    ("config", "keys", "messages", "placement", "layout", "index"),
+    ("config", "keys", "messages", "placement", "layout", "index", "wear"),
     (
         "kernels.kvtable",
         "kernels.checksum",
@@ -36,10 +36,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
-    ("scopes", "about"),
+    ("scopes", "tenancy", "turnlog", "about"),
     ("space",),
-    ("ledger", "prefix", "sched.state"),
-    ("reserve", "reopen", "sched.mas"),
+    ("ledger", "prefix", "rowcheck", "sched.state"),
+    ("reserve", "reopen", "retention", "sched.mas"),
     ("settle",),
     # Decides / acts.
     ("catalog", "io.paged", "io.engine", "io.pieces"),
@@ -47,13 +47,13 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("io.memory", "io.posix", "io.kvikio", "io.pooldir", "io.arena", "io.window", "io.records"),
     ("io.chunks", "io.ring", "io.sizing"),
     ("io.salvage", "io.scribe", "io.dramdump"),
-    ("io.filepool", "io.staged", "io.verdict", "io.manifestfile"),
+    ("io.filepool", "io.staged", "io.verdict", "io.manifestfile", "io.manifestrows"),
     ("io.pump", "io.tilecopy", "io.probe", "io.manifestdb"),
     ("io.parts", "io.restore", "io.save"),
     ("io.tilebatch", "io.recording", "io.judging"),
     ("io.reading", "io.writing"),
     ("dataplane", "openmedia", "keeper"),
-    ("snapshot",),
+    ("snapshot", "saves"),
     # One process that has both.
     ("store",),
     ("loop.request", "assemble", "settings"),
@@ -85,6 +85,7 @@ LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {
     *("errors", "units", "fields", "gva", "geometry", "config", "keys", "messages", "placement", "layout", "index"),
     *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
+    *("retention", "wear", "tenancy", "turnlog", "rowcheck"),
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
     *("engines.vllm.options", "engines.vllm.orders", "engines.vllm.signals", "engines.vllm.changes"),
@@ -92,7 +93,7 @@ PURE = {
     *(name for name in LAYERS if name.startswith("sched.")),
 }
 """No GPU package, file, thread or clock: time comes in as `now_ns`."""
-LOCKED = {"catalog", "index"}
+LOCKED = {"catalog", "index", "retention"}
 """Pure, but for a lock: any number of threads may call these."""
 IMPURE_PACKAGES = {
     *("torch", "triton", "threading", "time", "datetime", "asyncio", "concurrent", "multiprocessing", "queue"),

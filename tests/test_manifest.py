@@ -1,5 +1,8 @@
 """Rows of the manifest: they come back as they were, in the order of their commits, or not at all."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,9 +90,29 @@ def test_a_row_of_another_origin_is_no_row() -> None:
     assert decode_rows([(1, encode_row(row, 1, ORIGIN))], ORIGIN)[1] == []
 
 
+def test_rows_of_other_origins_are_known_as_such() -> None:
+    row = TurnRow(
+        scope_id=1,
+        session=None,
+        medium=Medium.SSD,
+        shared_blocks=0,
+        parts=np.array([[0, 4, 1, 0, 2]]),
+        keys=np.ones((2, 2), np.uint64),
+    )
+    third = origin_digest(b"identity", 1, 4)
+    in_dram = encode_row(replace(row, medium=Medium.DRAM), 3, third)
+    bodies = [(1, encode_row(row, 4, OTHER)), (2, encode_row(row, 1, ORIGIN)), (3, in_dram), (4, b"x" * 200)]
+    stored, bad = decode_rows(bodies, ORIGIN, [OTHER, third])
+    assert stored.numbers.tolist() == [2, 3, 1] and stored.tenants.tolist() == [0, 2, 1] and bad == [4]
+    assert stored.carried == ((3, in_dram),) and decode_rows(bodies, ORIGIN, [OTHER])[1] == [3, 4]
+
+
+@pytest.mark.parametrize("more", [{}, {"used_s": (7, 8, 9), "noted": 5}, {"piece_bytes": (4096, 8192)}], ids=str)
 @pytest.mark.parametrize("used", [(), (3, 1, 2)])
-def test_state_comes_back_or_not_at_all(used: tuple[int, ...]) -> None:
-    state = State(origin=ORIGIN, generation=1 << 40, was_closed=True, used=used)
+def test_state_comes_back_or_not_at_all(used: tuple[int, ...], more: dict[str, Any]) -> None:
+    more = {name: value[: len(used)] if name == "used_s" else value for name, value in more.items()}
+    more |= {"noted": 0} if "noted" in more and not used else {}
+    state = State(origin=ORIGIN, generation=1 << 40, was_closed=True, used=used, **more)
     body = encode_state(state)
     assert decode_state(body) == state
     for bit in range(len(body) * 8):

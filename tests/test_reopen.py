@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from flatcake.manifest import Stored, TurnRow, decode_rows, encode_row
 from flatcake.messages import Plan
 from flatcake.reserve import DRAM_GVA_LIMIT
 from flatcake.space import Space
+from flatcake.units import SECOND
 from tests.builders import (
     AGENT,
     CHAT,
@@ -117,6 +119,17 @@ def test_the_scope_used_last_is_reclaimed_last_after_a_restart() -> None:
     again.reopen(replace(manifest.stored(), used=tuple(order)), 0)
     assert [scope.scope_id for scope in again.space.scopes.oldest(Medium.SSD)] == order == [2, 3, 1]
     assert [scope.scope_id for scope in reopened(manifest).space.scopes.oldest(Medium.SSD)] == [1, 2, 3]
+
+
+def test_last_uses_are_in_the_order_of_use_whatever_the_wall_clock_did() -> None:
+    catalog, manifest = kept_catalog()
+    for name in "abc":
+        save(catalog, name, make_keys(name, 4))
+    stored = replace(manifest.stored(), used=(2, 3, 1), idle_s={1: 50, 2: 30, 3: 70})
+    again = make_catalog(space_of())
+    again.reopen(stored, 0)
+    found = [(scope.scope_id, scope.last_use_ns // SECOND) for scope in again.space.scopes.oldest(Medium.SSD)]
+    assert found == [(2, -30), (3, -30), (1, -30)]
 
 
 def test_generations_and_scopes_go_on_above_all_that_were() -> None:
@@ -274,9 +287,18 @@ def row(scope: int, base: int, generation: int, slot: int, count: int, **changes
     return replace(made, **changes)
 
 
-def load(*rows: TurnRow, **changes: Any) -> tuple[Catalog, list[int], Counter[str]]:
-    stored, bad = decode_rows([(n, encode_row(r, n, ORIGIN)) for n, r in enumerate(rows, 1)], ORIGIN)
-    assert not bad
+OTHERS = (b"x" * 16, b"y" * 16, b"z" * 16)
+OTHER_PIECES = ((4096, 8192, 4096), (20480,), ())
+"""Three lanes, one, and a manifest that says nothing."""
+
+
+def load(*rows: TurnRow, tenants: Sequence[int] = (), **changes: Any) -> tuple[Catalog, list[int], Counter[str]]:
+    """A catalog from rows of this identity, or of others as `tenants` says."""
+    owners = [(ORIGIN, *OTHERS)[tenant] for tenant in tenants or [0] * len(rows)]
+    bodies = [(n, encode_row(r, n, owner)) for n, (r, owner) in enumerate(zip(rows, owners, strict=True), 1)]
+    stored, bad = decode_rows(bodies, ORIGIN, OTHERS)
+    assert not bad and stored.tenants.tolist() == list(tenants or [0] * len(rows))
+    stored = replace(stored, piece_bytes=OTHER_PIECES)
     catalog = make_catalog(space_of(**changes))
     dropped = catalog.reopen(stored, 0)
     catalog.check()
@@ -358,12 +380,13 @@ def test_any_rows_give_a_sound_catalog(data: st.DataObject) -> None:
     """Rows that prove themselves may still say anything, as from a manifest that was put together by hand."""
     bases = st.integers(-1, 12).map(lambda n: n * 4096) | st.sampled_from([0, FILE_BYTES, FILE_BYTES - 4096])
     part = st.tuples(bases, st.integers(0, 6), st.integers(0, 5), st.integers(-1, 5), st.integers(0, 4))
-    rows = []
+    rows, tenants = [], []
     for number in range(data.draw(st.integers(1, 8))):
         parts = np.array(data.draw(st.lists(part, min_size=1, max_size=3)), np.int64)
         blocks = int(parts[:, 4].sum())
         if not blocks:
             continue
+        tenants.append(data.draw(st.sampled_from([0, 0, 0, 1, 2, 3])))
         rows.append(
             TurnRow(
                 scope_id=data.draw(st.integers(-1, 3)),
@@ -374,11 +397,15 @@ def test_any_rows_give_a_sound_catalog(data: st.DataObject) -> None:
                 keys=make_keys(data.draw(st.integers(0, 3)), blocks + number)[number:],
             )
         )
-    catalog, dropped, counts = load(*rows, entries=data.draw(st.sampled_from([3, 100])))
+    catalog, dropped, counts = load(*rows, tenants=tenants, entries=data.draw(st.sampled_from([3, 100])))
     for number, each in enumerate(rows, 1):
-        if number not in dropped:
+        if number not in dropped and tenants[number - 1]:
+            assert tenants[number - 1] < 3
+            assert catalog.space.scopes.get(each.scope_id).is_foreign
+        elif number not in dropped:
             assert (catalog.space.index.lookup(each.keys) != MISS).all()
-    blocks = sum(len(each.keys) for number, each in enumerate(rows, 1) if number not in dropped)
+    mine = [n for n, tenant in enumerate(tenants, 1) if not tenant and n not in dropped]
+    blocks = sum(len(rows[number - 1].keys) for number in mine)
     assert counts["reopened_blocks_ssd"] + counts["reopened_blocks_dram"] == blocks
     for name in range(4):
         plan = catalog.begin_save(f"n{name}", make_keys(f"new {name}", 2), CHAT if name % 2 else ONE_SHOT, 0)
@@ -388,6 +415,49 @@ def test_any_rows_give_a_sound_catalog(data: st.DataObject) -> None:
     catalog.reset()
     catalog.check()
     assert not any(table.used_bytes for table in catalog.space.tables.values())
+
+
+def test_rows_of_another_identity_hold_their_place_and_nothing_else() -> None:
+    rows = [row(1, 0, 1, 0, 4), row(2, EXTENT, 2, 0, 4), row(3, 3 * EXTENT, 3, 0, 4)]
+    rows[1] = replace(rows[1], session=rows[0].session)
+    catalog, dropped, counts = load(*rows, tenants=[0, 1, 0])
+    assert not dropped and not any(name.startswith("reopen: rows") for name in counts)
+    assert [catalog.match(each.keys).blocks for each in rows] == [4, 0, 4]
+    other = LaneTable.of_pieces(OTHER_PIECES[0]).extent_bytes(4)
+    table = catalog.space.tables[Medium.SSD]
+    assert other != EXTENT and table.used_bytes == 2 * EXTENT + other
+    assert catalog.retention.foreign_bytes() == {Medium.SSD: other}
+    assert [scope.scope_id for scope in catalog.space.scopes.oldest(Medium.SSD)] == [2, 1, 3]
+    assert table.at(EXTENT + other - 1) is catalog.space.scopes.get(2).extents[0]
+    assert catalog.retention.delete_session("nobody") == 0
+    catalog.space.withdraw(catalog.space.scopes.get(2))
+    assert table.used_bytes == 2 * EXTENT and not catalog.retention.foreign_bytes()
+    catalog.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tenants", "dropped"),
+    [
+        # Of another geometry the second would begin inside of the first.
+        ([row(1, 0, 1, 0, 2), row(2, EXTENT, 2, 0, 2)], [1, 0], [1]),
+        ([row(1, 0, 2, 0, 2), row(2, EXTENT, 1, 0, 2)], [1, 0], [2]),
+        ([row(1, 0, 1, 0, 2), row(2, EXTENT, 2, 0, 2)], [2, 0], [1]),
+        # The same scope, or extent, cannot be of two identities.
+        ([row(1, 0, 1, 0, 2), row(1, 0, 1, 2, 2)], [1, 0], [1]),
+        ([row(1, 0, 1, 0, 2), row(1, 0, 1, 2, 2)], [0, 1], [1]),
+        ([row(1, 0, 1, 0, 2, medium=Medium.DRAM), row(2, 0, 2, 0, 2)], [1, 0], []),
+        ([row(1, 0, 1, 0, 2, medium=Medium.DRAM), row(2, 0, 2, 0, 2, medium=Medium.DRAM)], [1, 0], [1]),
+        ([row(1, 0, 1, 0, 2), row(2, 8 * EXTENT, 2, 0, 2)], [3, 0], [1]),
+        ([row(1, FILE_BYTES - EXTENT, 1, 0, 2)], [1], [1]),
+    ],
+)
+def test_rows_of_other_identities_that_do_not_fit_are_left_out(
+    rows: list[TurnRow], tenants: list[int], dropped: list[int]
+) -> None:
+    catalog, found, counts = load(*rows, tenants=tenants)
+    assert found == dropped and sum(n for name, n in counts.items() if name.startswith("reopen:")) == len(found)
+    for number, (each, tenant) in enumerate(zip(rows, tenants, strict=True), 1):
+        assert catalog.match(each.keys).blocks == (0 if tenant or number in found else len(each.keys))
 
 
 def test_an_empty_manifest_gives_an_empty_catalog() -> None:

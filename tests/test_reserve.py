@@ -124,7 +124,7 @@ def test_no_room_anywhere_takes_nothing() -> None:
     space = make_space(ssd_files=1, file_bytes=1 << 18)
     pinned: list[Scope] = []
     turn = Turn(shared_tokens=4 * BLOCK_TOKENS)
-    assert reserve_turn(request_of(space, "s", make_keys("a", 60), turn), space, TABLE, pinned, 0) is None
+    assert reserve_turn(request_of(space, "s", make_keys("a", 60), turn), space, TABLE, pinned, 0) == "no room"
     assert not sum(table.used_bytes for table in space.tables.values())
     for scope in pinned:
         space.unpin(scope)

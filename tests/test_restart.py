@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
 NIGHTLY = bool(os.environ.get("FLATCAKE_NIGHTLY"))
 KILLS = 1000 if NIGHTLY else 20
 
@@ -164,18 +163,23 @@ def test_several_directories_are_one_store_after_a_restart(memory: Memory, tmp_p
 # -- what never hits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"weight_version": 1},
-        {"revision": "other"},
-        {"kv_dtype": "f16"},
-        {"model": "n"},
-        {"tp_size": 2},
-        {"layout": "y"},
-    ],
-)
-def test_nothing_hits_under_another_identity(memory: Memory, home: Path, change: dict[str, Any]) -> None:
+CHANGES: list[dict[str, Any]] = [
+    {"weight_version": 1},
+    {"revision": "other"},
+    {"kv_dtype": "f16"},
+    {"model": "n"},
+    {"tp_size": 2},
+    {"pp_size": 2},
+    {"layout": "y"},
+    {"format_version": 2},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_nothing_hits_under_another_identity_and_all_is_there_when_the_first_comes_back(
+    memory: Memory, home: Path, change: dict[str, Any]
+) -> None:
+    """A case of the catalog of known failures: B09."""
     with opened(memory, home) as store:
         fill(store, memory)
     with opened(memory, home) as store:
@@ -184,10 +188,132 @@ def test_nothing_hits_under_another_identity(memory: Memory, home: Path, change:
     with opened(memory, home, make_identity(memory, **change)) as store:
         assert hits(store, memory) == [0] * 4 and store.stats().blocks == 0
         assert all(store.match(ready).blocks == 0 for ready in keys), "not even by the old keys"
-        assert store.stats().counts["reopen: rows of another identity or pool"] >= 4
-        save(store, memory, "new", make_tokens("new", 5))
+        assert store.stats().counts["reopen: rows of another identity or pool"] == 6, "two turns on SSD are two rows"
+        for medium in store.stats().media.values():
+            assert medium.foreign_bytes == medium.used_bytes > 0
+        save(store, memory, "s1", make_tokens("new", 5))
+        save(store, memory, "s1", make_tokens("new in DRAM", 5), CHAT)
+        check_all(store)
     with opened(memory, home, make_identity(memory, **change)) as store:
         assert restore(store, memory, make_tokens("new", 5)).blocks == 5
+        assert restore(store, memory, make_tokens("new in DRAM", 5)).blocks == 5
+    with opened(memory, home) as store:
+        assert hits(store, memory) == [5] * 4 and store.match(make_tokens("new", 5)).blocks == 0
+        assert save(store, memory, "s1", make_tokens(1, 7), CHAT).written_blocks == 2
+        check_all(store)
+    with opened(memory, home, make_identity(memory, **change)) as store:
+        assert restore(store, memory, make_tokens("new", 5)).blocks == 5
+        assert restore(store, memory, make_tokens("new in DRAM", 5)).blocks == 5
+
+
+def test_dram_of_another_identity_makes_room_and_what_is_left_comes_back(memory: Memory, home: Path) -> None:
+    def chats(store: Store, name: str, count: int) -> list[int]:
+        return [store.match(make_tokens(f"{name}{n}", 4)).hit.blocks_on(Medium.DRAM) for n in range(count)]
+
+    with opened(memory, home) as store:
+        for number in range(6):
+            save(store, memory, f"a{number}", make_tokens(f"a{number}", 4), CHAT)
+        assert chats(store, "a", 6) == [4] * 6
+    other = make_identity(memory, model="n")
+    with opened(memory, home, other) as store:
+        for number in range(4):  # None of them is idle, but they are nobody's here.
+            save(store, memory, f"b{number}", make_tokens(f"b{number}", 4), CHAT)
+        assert chats(store, "b", 4) == [4] * 4 and store.stats().media["dram"].foreign_bytes > 0
+        check_all(store)
+        left = crashed(home)
+    with opened(memory, home) as store:
+        found = [restore(store, memory, make_tokens(f"a{number}", 4)).blocks for number in range(6)]
+        assert found == sorted(found) and set(found) == {0, 4}, "the one used longest ago went first"
+        check_all(store)
+    with opened(memory, home, other) as store:
+        assert [restore(store, memory, make_tokens(f"b{number}", 4)).blocks for number in range(4)] == [4] * 4
+    with opened(memory, left) as store:
+        assert chats(store, "a", 6) == [0] * 6, "a crash loses DRAM, whoever it is"
+
+
+@pytest.mark.parametrize("how", ["close", "crash"])
+def test_an_engine_of_another_shape_leaves_what_is_stored_alone(memory: Memory, home: Path, how: str) -> None:
+    """Components, shard, dtype and pages differ: so do extents, and nothing of the one may be the other's."""
+    config = make_config(memory, [home], blocks=96, dram_blocks=0)
+    others = [simple_layout(layers=2, dim=40), simple_layout(layers=5, dim=8), simple_layout(block_tokens=16)]
+    with make_store(memory, config) as store:
+        fill(store, memory)
+    used = store.stats().media["ssd"].used_bytes
+    for number, layout in enumerate(others):
+        for rank in (0, 1):
+            other = Memory(layout)
+            with make_store(other, replace(config, rank=rank)) as store:
+                assert store.stats().blocks == 0 and store.stats().media["ssd"].foreign_bytes >= used
+                tokens = make_tokens(f"{number} {rank}", 3, layout.block_tokens)
+                assert not save(store, other, "s0", tokens).reason
+                assert restore(store, other, tokens).blocks == 3
+                check_all(store)
+                left = crashed(home)
+    config = replace(config, directories=(str(left if how == "crash" else home),))
+    with make_store(memory, config) as store:
+        assert hits(store, memory) == [5] * 4
+        check_all(store)
+        for number in range(100, 130):  # Now their room is needed.
+            if not store.stats().media["ssd"].foreign_bytes:
+                break
+            assert not save(store, memory, f"s{number}", make_tokens(number, 5)).reason
+        assert store.stats().media["ssd"].foreign_bytes == 0 and hits(store, memory) == [5] * 4
+        check_all(store)
+    with make_store(Memory(others[0]), config) as store:
+        assert store.match(make_tokens("0 0", 3)).blocks == 0, "its bytes were reused"
+
+
+def test_what_other_identities_left_is_reclaimed_before_anything_else(memory: Memory, home: Path) -> None:
+    room: dict[str, Any] = {"blocks": 64, "dram_blocks": 0}
+    for name in "abc":
+        with opened(memory, home, make_identity(memory, model=name), **room) as store:
+            for number in range(3):
+                save(store, memory, f"{name}{number}", make_tokens(f"{name}{number}", 4))
+    with opened(memory, home, **room) as store:
+        assert save(store, memory, "first", make_tokens("first", 4)).written_blocks == 4
+        before = store.stats().media["ssd"].foreign_bytes
+        for number in range(9):
+            assert not save(store, memory, f"n{number}", make_tokens(number, 4)).reason
+        assert store.match(make_tokens("first", 4)).blocks == 4
+        assert 0 < store.stats().media["ssd"].foreign_bytes < before
+        check_all(store)
+    found = []
+    for name in "abc":
+        with opened(memory, home, make_identity(memory, model=name), **room) as store:
+            found += [restore(store, memory, make_tokens(f"{name}{number}", 4)).blocks for number in range(3)]
+            check_all(store)
+    assert found[-3:] == [4, 4, 4] and found == sorted(found) and 0 in found, "the one that is gone longest went first"
+
+
+def test_a_crash_under_another_identity_loses_nothing_of_the_first(memory: Memory, home: Path) -> None:
+    with opened(memory, home, dram_blocks=0, blocks=32) as store:
+        fill(store, memory)
+    for turn in range(6):
+        store = opened(memory, home, make_identity(memory, model=f"n{turn % 2}"), dram_blocks=0, blocks=32)
+        for number in range(turn):
+            save(store, memory, f"n{number}", make_tokens(f"{turn} {number}", 3))
+        left = crashed(home)
+        with opened(memory, left, dram_blocks=0, blocks=32) as after:
+            for number in range(4):
+                found = restore(after, memory, make_tokens(number, 5))
+                assert found.blocks in (0, 5) and not found.reason, "reused bytes have no row"
+        assert store.close()
+
+
+def test_reset_and_delete_reach_what_other_identities_left(memory: Memory, home: Path) -> None:
+    with opened(memory, home, dram_blocks=0) as store:
+        fill(store, memory)
+    with opened(memory, home, make_identity(memory, model="n"), dram_blocks=0) as store:
+        save(store, memory, "s1", make_tokens("new", 3))
+        assert store.delete_session("s1") == 3
+        check_all(store)
+    with opened(memory, home, dram_blocks=0) as store:
+        assert hits(store, memory) == [5, 0, 5, 5]
+    with opened(memory, home, make_identity(memory, model="n"), dram_blocks=0) as store:
+        assert store.reset() == 0
+        assert store.stats().media["ssd"].used_bytes == 0
+    with opened(memory, home, dram_blocks=0) as store:
+        assert hits(store, memory) == [0] * 4
 
 
 @pytest.mark.parametrize("how", ["close", "crash"])

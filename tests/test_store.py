@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flatcake.assemble import open_store
 from flatcake.clock import ManualClock
 from flatcake.errors import ClosedError, ShapeError
 from flatcake.gva import Medium
 from flatcake.io.memory import Fault
-from flatcake.placement import Turn
+from flatcake.io.save import Save
+from flatcake.placement import Decision, Turn, TurnSignals
 from flatcake.store import TICK_NS, Store
 from flatcake.units import MS, SECOND
 from tests.stores import (
@@ -19,6 +21,7 @@ from tests.stores import (
     TURNS,
     WAIT_S,
     Memory,
+    Pages,
     branch,
     check,
     eventually,
@@ -33,8 +36,6 @@ from tests.stores import (
     shuffled,
     simple_layout,
 )
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture
@@ -353,6 +354,65 @@ def test_saves_beyond_the_limit_are_refused(memory: Memory) -> None:
         check(store)
 
 
+def test_callers_at_once_never_pass_the_limit_of_saves(memory: Memory) -> None:
+    with make_store(memory, make_config(memory, blocks=128, io={"saves_max": 3})) as store:
+        memory_engine(store, Medium.SSD).inject(Fault(kind="delay", verb="write", batches=None))
+        start, found = threading.Barrier(12), list[Save]()
+
+        def work(name: int) -> None:
+            start.wait(WAIT_S)
+            for turn in range(4):
+                found.append(store.save(f"s{name}", make_tokens(f"{name} {turn}", 2), np.arange(4), deferred=True))
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        reasons = [handle.result(0) for handle in found]
+        assert sum(result is None for result in reasons) == 3 == len(store._saves)
+        assert {result.reason for result in reasons if result is not None} == {"too many saves under way"}
+        assert store.stats().counts["refused: too many saves under way"] == 45
+        for handle in found:
+            handle.start()
+        memory_engine(store, Medium.SSD).heal()
+        fence(store)
+        memory_engine(store, Medium.SSD).release()
+        assert sum(handle.published(WAIT_S) for handle in found) == 3 and not len(store._saves)
+        check(store)
+
+
+def test_a_save_whose_plan_cannot_be_made_gives_its_place_back(memory: Memory) -> None:
+    class Broken:
+        def place(self, signals: TurnSignals) -> Decision:
+            raise RuntimeError("a placement of the user's")
+
+    config = make_config(memory, io={"saves_max": 1})
+    with open_store(config, make_identity(memory), memory.kv, placement=Broken()) as store:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="of the user's"):
+                store.save("s", make_tokens("a", 2), np.arange(4))
+        assert not len(store._saves) and "refused: too many saves under way" not in store.stats().counts
+
+
+def test_a_page_table_is_checked_once(memory: Memory) -> None:
+    class Table:
+        """Counts how often it is looked at."""
+
+        looks = 0
+
+        def __array__(self, dtype: object = None, copy: object = None) -> Pages:
+            self.looks += 1
+            return np.arange(8)
+
+    with make_store(memory) as store:
+        tokens, once, again = make_tokens("a", 4), Table(), Table()
+        assert store.save("s", tokens, once).published(WAIT_S)
+        with store.lease(store.match(tokens)) as lease:
+            assert store.restore(lease, again).result().blocks == 4
+        assert once.looks == again.looks == 1
+
+
 def test_a_turn_that_does_not_fit_is_refused(memory: Memory) -> None:
     with make_store(memory, make_config(memory, blocks=16, dram_blocks=0)) as store:
         found = save(store, memory, "s", make_tokens("a", 30))
@@ -410,6 +470,7 @@ def test_reset_ends_what_is_under_way_and_forgets_everything(memory: Memory, med
         assert restore(store, memory, tokens).blocks == 4
 
 
+@pytest.mark.leaves("stores")  # Its transfers return after the pump has ended.
 def test_close_ends_every_handle_and_may_be_called_twice(memory: Memory) -> None:
     store = make_store(memory, make_config(memory, io={"restores_max": 1}, timeouts={"close_ns": 200 * MS}))
     ssd, tokens = memory_engine(store, Medium.SSD), make_tokens("a", 4)
@@ -445,6 +506,7 @@ def test_close_ends_every_handle_and_may_be_called_twice(memory: Memory) -> None
             call()
 
 
+@pytest.mark.leaves("stores")  # Its pump is stuck until after the close.
 def test_close_ends_every_handle_even_when_the_pump_is_stuck(memory: Memory) -> None:
     store = make_store(memory, make_config(memory, timeouts={"close_ns": 50 * MS}))
     tokens, gate = make_tokens("a", 4), threading.Event()
@@ -489,6 +551,8 @@ def race_with_close(memory: Memory) -> list[bool]:
                 ended.append(handle.result(WAIT_S) is not None and handle.reusable(WAIT_S))
         except ClosedError:
             ended.append(True)
+        finally:
+            lease.close()
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -501,6 +565,7 @@ def race_with_close(memory: Memory) -> list[bool]:
     return ended
 
 
+@pytest.mark.leaves("stores")  # A save that begins while its store closes is abandoned with its plan.
 def test_calls_that_race_with_close_end(memory: Memory) -> None:
     for _ in range(20):
         ended = race_with_close(memory)

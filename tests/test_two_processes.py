@@ -37,7 +37,7 @@ def tracker() -> None:
     resource_tracker.ensure_running()
 
 
-pytestmark = pytest.mark.usefixtures("tracker", "no_leaks")
+pytestmark = pytest.mark.usefixtures("tracker")
 
 
 class Child:

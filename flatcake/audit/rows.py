@@ -9,11 +9,11 @@ from flatcake.about import decode_about
 from flatcake.audit.copy import copied
 from flatcake.audit.facts import RowFacts
 from flatcake.errors import FormatError
-from flatcake.io.manifestdb import ABOUT_NUMBER, STATE_NUMBER
 from flatcake.io.manifestfile import open_manifest
 from flatcake.io.salvage import BODY_BYTES_MAX, DAMAGE
 from flatcake.io.seam import Files
 from flatcake.manifest import decode_rows, decode_state
+from flatcake.tenancy import ABOUT_NUMBER, STATE_NUMBER, read_tenancy
 
 
 def read_rows(files: Files, path: str) -> RowFacts:
@@ -50,14 +50,15 @@ def read_rows(files: Files, path: str) -> RowFacts:
         bad_rows=len(found),
         damages=damages,
         is_steady=is_steady,
-        bodies={number: body for number, body in bodies.items() if (state, about)[number] is not None},
+        bodies={n: bodies[n] for n, made in ((STATE_NUMBER, state), (ABOUT_NUMBER, about)) if made is not None},
     )
     origin = facts.origin
     if origin is None:
         return facts
     if about is not None and about.origin() != origin:
         facts = replace(facts, about=None)
-    stored, bad = decode_rows(found, origin)
+    stored, _ = decode_rows(found, origin)
+    bad = decode_rows(found, origin, read_tenancy(bodies.items(), origin).origins)[1]  # Others' rows are not bad.
     used = state.used if state is not None and state.was_closed else ()
     generation = max(stored.generation, state.generation if state is not None else 0)
     return replace(facts, stored=replace(stored, used=used, generation=generation), bad_rows=len(bad))
@@ -65,7 +66,7 @@ def read_rows(files: Files, path: str) -> RowFacts:
 
 def _bodies(files: Files, copy: str) -> dict[int, bytes]:
     """The table `state`, before a damaged file is set aside and what can be read of its turns is saved."""
-    query = f"SELECT number, body FROM state WHERE number IN ({STATE_NUMBER}, {ABOUT_NUMBER})"
+    query = "SELECT number, body FROM state"
     try:
         database = files.open_database(copy, blob_bytes_max=BODY_BYTES_MAX)
         try:

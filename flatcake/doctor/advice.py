@@ -211,7 +211,7 @@ def _on_gpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "kvikio",
-            f"{gpu.kvikio}; reads are staged in host memory by Python threads",
+            f"{gpu.kvikio}; the ring in front of the GPU is filled by Python threads",
             f"pip install 'flatcake[{extra}]'",
         )
     if not gpu.nvidia_fs:

@@ -10,7 +10,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from flatcake.errors import CapacityError
 from flatcake.io.device import PIN_CHUNK_BYTES, Device, DoneEvent, Event, Stream, When
@@ -172,8 +172,13 @@ class ArenaEngine:
             return [Result(0, errno.EIO) for _ in batch], DoneEvent()
 
 
-def _pinned_spans(start: int, end: int) -> Iterator[tuple[int, int]]:
+def _pinned_spans(start: int, end: int) -> Iterable[tuple[int, int]]:
     """Cut a range where one pinned chunk ends and the next begins: no copy may cross that."""
+    inside = start < end <= (start // PIN_CHUNK_BYTES + 1) * PIN_CHUNK_BYTES
+    return ((start, end),) if inside else _cut(start, end)
+
+
+def _cut(start: int, end: int) -> Iterator[tuple[int, int]]:
     while start < end:
         stop = min(end, (start // PIN_CHUNK_BYTES + 1) * PIN_CHUNK_BYTES)
         yield start, stop

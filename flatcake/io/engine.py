@@ -62,7 +62,7 @@ class Engine(Protocol):
     """Moves batches.  Safe to call from several threads; `done` comes from any thread, exactly once a batch."""
 
     name: str
-    """What `stats().io_path` calls it, e.g. ``posix`` or ``kvikio-compat``."""
+    """What `stats().io_path` calls it, e.g. ``posix`` or ``kvikio-staged``."""
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
         """Start reading; returns at once.

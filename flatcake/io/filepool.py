@@ -56,9 +56,10 @@ class FilePool:
     direct: bool
     """Whether all files are open with O_DIRECT."""
     kept: bool
-    """Whether all files that the old pool and this one share have their place and size, under one geometry.
+    """Whether all files that the old pool and this one share have their place and size.
 
-    Only then may anything written about the content before still be true.  Files may have been added or removed.
+    Only then may anything written about the content before still be true.  Files may have been added or removed,
+    and they may be of another geometry or rank: what was written says of which.
     """
 
     def __init__(self, files: Files, spec: PoolSpec) -> None:
@@ -248,7 +249,7 @@ def _header(spec: PoolSpec, count: int, place: int) -> Header:
 
 def _continues(old: Header | None, new: Header, sizes: list[int | None]) -> bool:
     """Whether the files that `old` tells of are there, unchanged, in the pool that `new` tells of."""
-    if old is None or replace(old, files=new.files) != new:
+    if old is None or replace(old, files=new.files, geometry=new.geometry, rank=new.rank) != new:
         return False
     return all(size_bytes == new.pool_file_bytes for size_bytes in sizes[: old.files])
 

@@ -9,12 +9,15 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flatcake.errors import OwnershipError
+from flatcake.io import manifestrows
 from flatcake.io.manifestfile import open_manifest
-from flatcake.io.salvage import is_sound
+from flatcake.io.manifestrows import SCOPE_LIMIT, SCOPE_SHIFT, Step
+from flatcake.io.pooldir import attempt
+from flatcake.io.salvage import Row, is_sound
 from flatcake.io.seam import Files
 from flatcake.manifest import (
     GENERATION_LIMIT,
@@ -23,38 +26,36 @@ from flatcake.manifest import (
     Stored,
     TurnRow,
     decode_rows,
-    decode_state,
     encode_row,
-    encode_state,
-    trim_row,
 )
+from flatcake.tenancy import Tenancy, Used, completed, read_tenancy
+from flatcake.wear import Wear
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.db"
 GENERATION_STEP = 1 << 20
 """Generations are promised to be used in such steps, so that few commits need to say so."""
-STATE_NUMBER, ABOUT_NUMBER = 0, 1
-"""Rows of the table `state`."""
-SCOPE_SHIFT = 24
-"""A row's number is its scope's, then this many bits of the commit's: a scope is one stretch of the table."""
+USED_MAX = 1 << 21
+"""Of so many scopes the order of use is remembered."""
 
 _SECONDS_SHIFT = 20
-_KEEP_BITS = (1 << SCOPE_SHIFT) - 1
-_SCOPE_LIMIT = 1 << (62 - SCOPE_SHIFT)
 
 
 class ManifestDB:
     """One directory's manifest.  Any number of threads may call; its lock on the directory is the pool's."""
 
-    def __init__(self, files: Files, path: str, origin: bytes, about: bytes = b"") -> None:
+    def __init__(
+        self, files: Files, path: str, origin: bytes, about: bytes = b"", piece_bytes: Sequence[int] = ()
+    ) -> None:
         """Open or make the file.
 
         Args:
             files: The seam to the system.
             path: The file.
-            origin: Of this store; rows of any other are no rows.
+            origin: Of this store.
             about: What the store is, for whoever looks at the file later (`flatcake.about`).
+            piece_bytes: Bytes of a piece of each layer: what another identity must know to leave the bytes alone.
 
         Raises:
             OwnershipError: It is locked, or may not be read or written.
@@ -69,7 +70,11 @@ class ManifestDB:
         self._scope_limit = 0
         self._sequence = 0
         self._generation = 0
-        self._used: tuple[int, ...] = ()
+        self._noted = State(origin=origin, piece_bytes=tuple(piece_bytes))
+        self._tenancy = Tenancy(last=None, own=None)
+        self._wall_s = 0
+        self.wear: Callable[[], Wear] | None = None
+        """Asked at each transaction what the media have taken."""
         self._database: sqlite3.Connection | None
         self._database, damages = open_manifest(files, path)
         if damages:
@@ -83,30 +88,37 @@ class ManifestDB:
                 be noticed; if not, rows count only after a clean close, or not at all.
         """
         assert self._database is not None
+        wall_s = self._wall_s = self._files.wall_s()
         with self._lock:
             try:
-                state = decode_state(self._one(f"SELECT body FROM state WHERE number = {STATE_NUMBER}"))
-                stored, bad = decode_rows(self._database.execute("SELECT number, body FROM turns"), self._origin)
+                tenancy = read_tenancy(self._database.execute("SELECT number, body FROM state"), self._origin)
+                rows = self._database.execute("SELECT number, body FROM turns")
+                stored, bad = decode_rows(rows, self._origin, tenancy.origins)
             except sqlite3.Error as error:
                 raise self._refusal(str(error)) from error
-            if state is not None and state.origin != self._origin:
-                self.counts["reopen: rows of another identity or pool"] += len(bad)
-            elif bad:
+            if bad:
                 self.counts["reopen: damaged rows"] += len(bad)
-            self._used = state.used if state is not None and state.was_closed else ()
             self._dropped_turns += bad
-            if not trusted and not (state is not None and state.was_closed):
+            if not trusted and not tenancy.is_settled:
                 self.counts["reopen: rows that nothing could verify"] += len(stored)
                 self._dropped_turns += stored.numbers.tolist()
                 stored, _ = decode_rows([], self._origin)
-            self._sequence = stored.sequence
-            known = state.generation if state is not None else stored.generation + GENERATION_STEP
+            if foreign := int((stored.tenants > 0).sum()):
+                self.counts["reopen: rows of another identity or pool"] += foreign
+            last, stored = tenancy.last, completed(stored, tenancy, wall_s)
+            self._tenancy, self._sequence = tenancy.with_rows_only(stored), stored.sequence
+            known = last.generation if last is not None else stored.generation + GENERATION_STEP
             # The clock as well: a manifest that was restored from a copy, or lost, knows too little.
-            self._generation = max(known, stored.generation, self._files.wall_s() << _SECONDS_SHIFT)
-        return replace(stored, generation=min(self._generation, GENERATION_LIMIT >> 1), used=self._used)
+            self._generation = max(known, stored.generation, wall_s << _SECONDS_SHIFT)
+        return replace(stored, generation=min(self._generation, GENERATION_LIMIT >> 1))
 
-    def start(self, dropped: Iterable[int], *, everything: bool = False) -> None:
+    def start(self, dropped: Iterable[int], used: Used = (), *, everything: bool = False) -> None:
         """Note that the store is open from now on, forget some rows or all, and promise a step of generations.
+
+        Args:
+            dropped: Numbers of rows.
+            used: Scopes in order of use, oldest first, each with the wall clock of its last use.
+            everything: Forget all rows, those of other identities too.
 
         Raises:
             OwnershipError: It cannot be written; nothing may be stored then.
@@ -114,22 +126,28 @@ class ManifestDB:
         self.drop_turns(dropped)
         with self._lock:
             self._generation += GENERATION_STEP
-            steps = [("DELETE FROM turns", ())] if everything else []
-            about = ("INSERT OR REPLACE INTO state VALUES (?, ?)", (ABOUT_NUMBER, self._about))
-            if not self._transact([*steps, self._state(was_closed=False), about]):
+            self._note(used)
+            self._tenancy = replace(self._tenancy, others=()) if everything else self._tenancy
+            steps: list[Step] = [("DELETE FROM turns", ())] if everything else []
+            steps += manifestrows.put_tenants(self._tenancy.rows())
+            steps += [manifestrows.put_about(self._about), self._state(was_closed=False)]
+            if not self._transact(steps):
                 raise self._refusal("it cannot be written")
+
+    def wall_s(self) -> int:
+        """Seconds since 1970; those of the last time that the system said so, if it does not."""
+        self._wall_s = attempt(self._files.wall_s) or self._wall_s
+        return self._wall_s
 
     # -- Manifest ---------------------------------------------------------------------------------------
 
     def commit_turn(self, row: TurnRow, generation: int) -> int:
         """See `Manifest.commit_turn`."""
         with self._lock:
-            if self._database is None or row.scope_id < self._scope_limit or row.scope_id >= _SCOPE_LIMIT:
+            if self._database is None or row.scope_id < self._scope_limit or row.scope_id >= SCOPE_LIMIT:
                 return 0
-            self._sequence += 1
-            number = row.scope_id << SCOPE_SHIFT | self._sequence & _KEEP_BITS
-            body = encode_row(row, self._sequence, self._origin)
-            steps: list[tuple[str, tuple[object, ...]]] = [("INSERT INTO turns VALUES (?, ?)", (number, body))]
+            number, insert = self._insertion(row)
+            steps = [insert]
             if generation + GENERATION_STEP // 2 > self._generation:
                 self._generation = generation + GENERATION_STEP
                 steps.append(self._state(was_closed=False))
@@ -149,8 +167,7 @@ class ManifestDB:
             if self._database is None:
                 return False
             self._scope_limit = scope_limit
-            steps = [("DELETE FROM turns WHERE number < ?", (min(scope_limit, _SCOPE_LIMIT) << SCOPE_SHIFT,))]
-            return self._transact(steps) and self._checkpoint()
+            return self._transact([manifestrows.dropping_below(scope_limit)]) and self._checkpoint()
 
     def trim(self, bad: Mapping[int, Flags], states: Mapping[int, bytes]) -> bool:
         """Forget single blocks of turns, for good; all of it or nothing; whether it is on the disk.
@@ -159,18 +176,13 @@ class ManifestDB:
             bad: For turns by number: which of their blocks are to go, bool [blocks].
             states: Rows of the table `state` that must be there afterwards, by number.
         """
-        steps: list[tuple[str, tuple[object, ...]]] = [
-            ("INSERT OR REPLACE INTO state VALUES (?, ?)", each) for each in states.items()
-        ]
         with self._lock:
-            for number, flags in bad.items():
-                body = self._one(f"SELECT body FROM turns WHERE number = {number:d}")
-                left = trim_row(body, ~flags, self._origin) if isinstance(body, bytes) else b""
-                if left:
-                    steps.append(("UPDATE turns SET body = ? WHERE number = ?", (left, number)))
-                else:
-                    steps.append(("DELETE FROM turns WHERE number = ?", (number,)))
-            return self._transact(steps) and self._checkpoint()
+            assert self._database is not None
+            steps = manifestrows.trimming(self._database, bad, self._origin)
+            return (
+                self._transact([*((manifestrows.PUT_STATE, each) for each in states.items()), *steps])
+                and self._checkpoint()
+            )
 
     # -- the end ----------------------------------------------------------------------------------------
 
@@ -180,23 +192,24 @@ class ManifestDB:
             return not (self._dropped_turns or self._dropped_scopes) or self._transact([])
 
     def checkpoint(self) -> bool:
-        """See all commits to the disk; whether they are there."""
+        """See `Manifest.checkpoint`."""
         with self._lock:
             return self._database is not None and self._transact([]) and self._checkpoint()
 
-    def close(self, rows: Sequence[TurnRow] = (), used: Iterable[int] = (), *, clean: bool = False) -> bool:
-        """Commit last rows and that the store was closed, if it was, and close the file.  Twice is safe."""
+    def close(
+        self, rows: Sequence[TurnRow] = (), used: Used = (), carried: Iterable[Row] = (), *, clean: bool = False
+    ) -> bool:
+        """Commit last rows and that the store was closed, if it was, and close the file.  Twice is safe.
+
+        `used` is as for `start`; `carried` are rows of other identities as they were.
+        """
         with self._lock:
             if self._database is None:
                 return False
             if clean:
-                steps = []
-                for row in rows:
-                    self._sequence += 1
-                    number = row.scope_id << SCOPE_SHIFT | self._sequence & _KEEP_BITS
-                    body = encode_row(row, self._sequence, self._origin)
-                    steps.append(("INSERT INTO turns VALUES (?, ?)", (number, body)))
-                self._used = tuple(used)
+                steps = [self._insertion(row)[1] for row in rows]
+                steps += [(manifestrows.PUT_TURN, each) for each in carried]
+                self._note(used)
                 clean = self._transact([*steps, self._state(was_closed=True)]) and self._checkpoint()
             database, self._database = self._database, None
             try:
@@ -215,32 +228,43 @@ class ManifestDB:
             gone = set(self._dropped_turns)
             live = [n for (n,) in self._database.execute("SELECT number FROM turns") if n not in gone]
             assert all(number >> SCOPE_SHIFT >= self._scope_limit for number in live)
-            found, bad = decode_rows(self._database.execute("SELECT number, body FROM turns"), self._origin)
+            rows = self._database.execute("SELECT number, body FROM turns")
+            found, bad = decode_rows(rows, self._origin, self._tenancy.origins)
             assert gone.issuperset(bad), "a row that is no row"
             assert found.sequence <= self._sequence and found.generation <= self._generation
 
     # -- private, under the lock ------------------------------------------------------------------------
 
-    def _state(self, *, was_closed: bool) -> tuple[str, tuple[object, ...]]:
-        used = self._used if was_closed else ()
-        state = State(origin=self._origin, generation=self._generation, was_closed=was_closed, used=used)
-        return "INSERT OR REPLACE INTO state VALUES (?, ?)", (STATE_NUMBER, encode_state(state))
+    def _insertion(self, row: TurnRow) -> tuple[int, Step]:
+        """A row's number, and the statement that puts it there."""
+        self._sequence += 1
+        number = manifestrows.row_number(row.scope_id, self._sequence)
+        body = encode_row(row, self._sequence, self._origin, self.wall_s())
+        return number, (manifestrows.PUT_TURN, (number, body))
 
-    def _transact(self, steps: Sequence[tuple[str, tuple[object, ...]]]) -> bool:
+    def _note(self, used: Used) -> None:
+        """Remember the order of use, all commits so far included, for the next state that is written."""
+        ids, seconds = zip(*used[-USED_MAX:], strict=True) if used else ((), ())
+        self._noted = replace(self._noted, used=tuple(ids), used_s=tuple(seconds), noted=self._sequence)
+
+    def _state(self, *, was_closed: bool) -> Step:
+        state = replace(self._noted, generation=self._generation, was_closed=was_closed)
+        return manifestrows.put_state(state)
+
+    def _transact(self, steps: Sequence[Step]) -> bool:
         """Do what was dropped, then the steps, all or nothing."""
         turns, scopes = len(self._dropped_turns), len(self._dropped_scopes)  # More may come meanwhile.
         if self._database is None:
             return False
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            for number in self._dropped_turns[:turns]:
-                self._database.execute("DELETE FROM turns WHERE number = ?", (number,))
-            for scope in self._dropped_scopes[:scopes]:
-                first = scope << SCOPE_SHIFT
-                span = (first, first | _KEEP_BITS)
-                self._database.execute("DELETE FROM turns WHERE number BETWEEN ? AND ?", span)
-            for statement, values in steps:
+            for statement, values in (
+                *manifestrows.dropping(self._dropped_turns[:turns], self._dropped_scopes[:scopes]),
+                *steps,
+            ):
                 self._database.execute(statement, values)
+            if self.wear is not None:
+                self._database.execute(*manifestrows.put_wear(self.wear()))
             self._database.execute("COMMIT")
         except sqlite3.Error as error:
             self.counts["manifest transactions failed"] += 1
@@ -270,8 +294,3 @@ class ManifestDB:
 
     def _refusal(self, reason: str) -> OwnershipError:
         return OwnershipError(f"{self._path}: {reason}; look at the disk, or use another directory")
-
-    def _one(self, query: str) -> object:
-        assert self._database is not None
-        row = self._database.execute(query).fetchone()
-        return row[0] if row else None

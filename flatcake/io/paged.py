@@ -22,6 +22,14 @@ WORD_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class PageTable:
+    """A page table that has been checked, so that it need not be again."""
+
+    rows: Int64Array
+    """int64 [blocks, pages of a block]."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class PagedTensor:
     """One component of one layer: a tensor, and what its page axis counts."""
 

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,8 @@ class MediumIO(NamedTuple):
     """Moves pieces between the medium and the window."""
     host_engine: Engine
     """Moves records between the medium and host memory."""
-    locate: Callable[[int], tuple[int, int]]
-    """Offset in the medium to file and offset in the file."""
+    locate: Callable[[Any], tuple[Any, Any]]
+    """Offset in the medium to file and offset in the file; or many in an int64 array."""
 
 
 class RecordTurns:
@@ -81,6 +81,8 @@ class Parts:
     pool: FilePool | None = None
     """The files of the SSD medium."""
     counts: Counter[str] = field(default_factory=Counter)
+    written_bytes: Counter[Medium] = field(default_factory=Counter)
+    """What was handed to each medium to write, records included."""
     streams: deque[Stream] = field(default_factory=deque)
     """Streams that no restore or save uses now."""
     record_turns: RecordTurns = field(default_factory=RecordTurns)

@@ -8,6 +8,8 @@ the other layers follow by arithmetic.  Per layer, neighbours are merged over ho
 `gap_bytes_limit`; reads then fill tiles greedily, layer by layer, so that layer 0 is ready first.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +20,7 @@ from flatcake.layout import LaneTable
 from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, MEDIUM, ROOM, Int64Array, Runs
 
 TILE_GROWTH = 2
+_LIST_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +218,13 @@ def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
 
     `ends` has the bytes of all reads up to the end of each.
     """
-    limit_bytes, start_bytes, cuts = limits.first_tile_bytes, 0, [0]
-    while cuts[-1] < len(ends):
+    limit_bytes, start_bytes, cuts, count = limits.first_tile_bytes, 0, [0], len(ends)
+    # Looking at an element of a list is quick, making one is not: worth it while there are few reads a tile.
+    at: Sequence[int] = ends.tolist() if count < _LIST_MAX else ends  # type: ignore[assignment]
+    while cuts[-1] < count:
         limit_bytes = min(limit_bytes, limits.slot_bytes)
-        stop = int(ends.searchsorted(start_bytes + limit_bytes, side="right"))
-        cuts.append(max(stop, cuts[-1] + 1))
-        start_bytes = int(ends[cuts[-1] - 1])
+        stop = max(bisect_right(at, start_bytes + limit_bytes, cuts[-1]), cuts[-1] + 1)
+        cuts.append(stop)
+        start_bytes = int(at[stop - 1])
         limit_bytes *= TILE_GROWTH
     return np.array(cuts, np.int64)

@@ -75,6 +75,7 @@ class Recording:
         offset, size_bytes = self._parts.book.dirty_range(ref, first, end - first)
         self._parts.book.hold(record)
         self._parts.counts["record_write_bytes"] += size_bytes
+        self._parts.written_bytes[Medium(ref.medium)] += size_bytes
 
         def finish(results: list[Result]) -> None:
             self._parts.book.let_go(record)

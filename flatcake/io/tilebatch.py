@@ -24,38 +24,60 @@ class TileMover:
     """Moves the tiles of one plan between the media and slots, all in one direction."""
 
     def __init__(self, parts: Parts, tiles: TilePlan, stream: Stream, *, write: bool) -> None:
-        self._parts, self._stream = parts, stream
-        self._rows: list[list[int]] = tiles.reads.tolist()
-        self._bounds: list[int] = tiles.tile_reads.tolist()
-        self._write = write
-        self._verb = "write" if write else "read"
+        media = sorted(set(tiles.reads[:, 0].tolist()))
+        self._shares = [_Share(parts, tiles, Medium(medium), stream, write=write) for medium in media]
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
         """Start all transfers of a tile; `answer` comes on the pump's thread with a result for each read."""
-        rows = self._rows[self._bounds[tile] : self._bounds[tile + 1]]
-        results = [Result(0, 0)] * len(rows)
-        media = sorted({row[0] for row in rows})
-        waiting = len(media)
+        shares = [share for share in self._shares if share.has(tile)]
+        if len(shares) == 1:
+            shares[0].move(tile, slot, answer)
+            return
+        results: dict[int, Result] = {}
+        waiting = len(shares)
 
-        def collect(numbers: list[int], found: list[Result]) -> None:
+        def collect(share: _Share, found: list[Result]) -> None:
             nonlocal waiting
-            for number, result in zip(numbers, found, strict=True):
-                results[number] = result
+            results.update(zip(share.numbers(tile), found, strict=True))
             waiting -= 1
             if not waiting:
-                answer(results)
+                answer([results[number] for number in sorted(results)])
 
-        for medium in media:
-            numbers = [number for number, row in enumerate(rows) if row[0] == medium]
-            batch = [self._parts.transfer(*rows[number]) for number in numbers]
-            self._submit(Medium(medium), batch, slot, partial(collect, numbers))
+        for share in shares:
+            share.move(tile, slot, partial(collect, share))
 
-    def _submit(self, medium: Medium, batch: list[Transfer], slot: Buffer, collect: Answer) -> None:
-        parts, engine = self._parts, self._parts.media[medium].engine
-        parts.counts[f"{self._verb}_bytes:{engine.name}"] += sum(transfer.size_bytes for transfer in batch)
-        parts.counts[f"{self._verb}s:{engine.name}"] += len(batch)
-        move = engine.write if self._write else engine.read
-        move(batch, slot, self._stream, lambda found: parts.pump.post(partial(collect, found)))
+
+class _Share:
+    """What one medium has to do with the tiles of a plan."""
+
+    def __init__(self, parts: Parts, tiles: TilePlan, medium: Medium, stream: Stream, *, write: bool) -> None:
+        io, verb = parts.media[medium], "write" if write else "read"
+        self._reads = np.flatnonzero(tiles.reads[:, 0] == medium)
+        rows = tiles.reads[self._reads]  # medium and offset become file and offset
+        rows[:, 0], rows[:, 1] = io.locate(rows[:, 1])
+        self._rows: list[list[int]] = rows.tolist()
+        self._bounds: list[int] = self._reads.searchsorted(tiles.tile_reads).tolist()
+        self._start = io.engine.write if write else io.engine.read
+        self._post, self._counts, self._stream = parts.pump.post, parts.counts, stream
+        self._medium, self._written = medium, parts.written_bytes if write else None
+        self._bytes, self._commands = f"{verb}_bytes:{io.engine.name}", f"{verb}s:{io.engine.name}"
+
+    def has(self, tile: int) -> bool:
+        return self._bounds[tile] < self._bounds[tile + 1]
+
+    def numbers(self, tile: int) -> list[int]:
+        """Its reads in a tile, as rows of the plan."""
+        numbers: list[int] = self._reads[self._bounds[tile] : self._bounds[tile + 1]].tolist()
+        return numbers
+
+    def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
+        batch = [Transfer(*row) for row in self._rows[self._bounds[tile] : self._bounds[tile + 1]]]
+        size_bytes = sum([transfer.size_bytes for transfer in batch])
+        self._counts[self._bytes] += size_bytes
+        if self._written is not None:
+            self._written[self._medium] += size_bytes
+        self._counts[self._commands] += len(batch)
+        self._start(batch, slot, self._stream, lambda found: self._post(partial(answer, found)))
 
 
 def bad_pieces(lanes: LaneTable, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:

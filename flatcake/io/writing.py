@@ -105,8 +105,7 @@ class Writing:
             with span("save.gather", size_bytes=len(slot.tensor)):
                 self._copy.gather(tile, slot)
         except BaseException:
-            self._fail(0, "internal error")
-            self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._release(slot), self)
+            self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.
             raise
         event = self._last_gather = self._parts.device.record(self._stream)
         if self._next_tile == self._work.tiles.tiles:
@@ -115,6 +114,11 @@ class Writing:
                 self._copy.fetch_sums(range(self._next_tile))
             self._fetched = self._parts.device.record(self._stream)
         self._parts.pump.when(event, lambda: self._on_gathered(tile, slot), self)
+
+    def _on_failed(self, slot: Buffer) -> None:
+        """A tile is missing; its slot is free after what was queued of it."""
+        self._fail(0, "internal error")
+        self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._release(slot), self)
 
     def _on_gathered(self, tile: int, slot: Buffer) -> None:
         self._mover.move(tile, slot, lambda results: self._on_written(tile, slot, results))

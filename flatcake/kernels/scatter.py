@@ -34,12 +34,14 @@ def _scatter_kernel(
         if first < part_units:
             unit = tile_units(TILE, UNIT)
             inside = first + unit < part_units
-            value = tl.load(
-                window_ptr + words_of(window_unit + (first + unit), UNIT),
-                mask=inside, eviction_policy="evict_first",
-            )  # fmt: skip
+            source = window_ptr + words_of(window_unit + (first + unit), UNIT)
+            # Measured on an H200: streaming stores, and loads that give their lines up only when sums are made.
+            if sums_ptr is not None:
+                value = tl.load(source, mask=inside, eviction_policy="evict_first")
+            else:
+                value = tl.load(source, mask=inside)
             place, there = find_units(first, unit, inside, block, row_ptr, pages_ptr, pages_per_block, TILE, WIDE)
-            tl.store(memory_of(row_ptr, UNIT) + words_of(place, UNIT), value, mask=there)
+            tl.store(memory_of(row_ptr, UNIT) + words_of(place, UNIT), value, mask=there, cache_modifier=".cs")
             if sums_ptr is not None:
                 mixed = mixed_sum(value, inside, first, start, tl.load(seeds_ptr + piece), TILE, UNIT, WEYL, SPREAD)
                 tl.atomic_add(sums_ptr + piece, mixed, sem="relaxed")

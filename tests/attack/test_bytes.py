@@ -29,8 +29,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 BLOCKS = 2
 STRIDE = 1 if "FLATCAKE_NIGHTLY" in os.environ else 23

@@ -35,8 +35,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 STORM = 10_000 if "FLATCAKE_NIGHTLY" in os.environ else 2_000
 

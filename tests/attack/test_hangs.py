@@ -23,8 +23,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 REGION = 12
 """Pages of one restore."""
@@ -120,6 +118,7 @@ def test_a_late_write_never_reaches_the_next_tenant(memory: Memory) -> None:
             assert restore(store, memory, make_tokens(turn, 7)).blocks == 7
 
 
+@pytest.mark.leaves("stores")  # Its transfers return after the pump has ended.
 def test_close_with_hung_writes_and_reads_lets_every_waiter_go(memory: Memory) -> None:
     config = make_config(memory, timeouts={"close_ns": 20_000_000})
     store = make_store(memory, config)

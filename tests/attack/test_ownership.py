@@ -28,8 +28,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 NAMES = ("lock", "format", "pool-0000.fc", "pool-0003.fc")
 CHILD_S = 60
 
@@ -197,6 +195,7 @@ def test_the_interpreter_ends_with_transfers_stuck(tmp_path: Path) -> None:
     assert not done.stderr, done.stderr
 
 
+@pytest.mark.leaves("stores")  # Its transfers return after the pump has ended.
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_close_with_transfers_stuck_says_so_and_a_later_one_ends_all(memory: Memory, tmp_path: Path, verb: str) -> None:
     files, tokens = FaultyFiles(), make_tokens("a", 6)

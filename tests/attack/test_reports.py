@@ -1,7 +1,6 @@
 """What `stats` says is true: after blocks were dropped, superseded, reclaimed and given back."""
 
 import numpy as np
-import pytest
 
 from flatcake.gva import Medium
 from flatcake.io.memory import Fault
@@ -19,8 +18,6 @@ from tests.stores import (
     save,
     simple_layout,
 )
-
-pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def visible(store: Store) -> dict[str, int]:

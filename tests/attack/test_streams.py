@@ -24,8 +24,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 
 

@@ -25,8 +25,6 @@ from tests.stores import (
     simple_layout,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 NIGHTLY = "FLATCAKE_NIGHTLY" in os.environ
 CALLERS = 64
 STEPS = 400 if NIGHTLY else 30

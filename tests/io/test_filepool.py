@@ -100,9 +100,20 @@ def test_reopening_keeps_content(files: FaultyFiles, tmp_path: Path) -> None:
     pool.close()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"geometry": "h"}, {"rank": 1}, {"file_bytes": 2 * FILE}, {"file_bytes": FILE // 2}]
-)
+@pytest.mark.parametrize("changes", [{"geometry": "h"}, {"rank": 1}, {"geometry": "h", "rank": 1, "files": 6}])
+def test_files_of_another_geometry_or_rank_are_left_as_they_are(
+    files: FaultyFiles, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    pool = FilePool(files, spec(tmp_path))
+    pool.close()
+    Path(pool.paths[1]).write_bytes(b"x" * FILE)
+    pool = FilePool(files, spec(tmp_path, **changes))
+    assert pool.kept and Path(pool.paths[1]).read_bytes() == b"x" * FILE
+    pool.check()
+    pool.close()
+
+
+@pytest.mark.parametrize("changes", [{"file_bytes": 2 * FILE}, {"file_bytes": FILE // 2}])
 def test_other_shape_reuses_files_and_says_so(files: FaultyFiles, tmp_path: Path, changes: dict[str, Any]) -> None:
     FilePool(files, spec(tmp_path)).close()
     wanted = spec(tmp_path, **changes)

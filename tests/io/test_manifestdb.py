@@ -19,6 +19,7 @@ from flatcake.io.manifestdb import GENERATION_STEP, MANIFEST, ManifestDB
 from flatcake.io.manifestfile import ASIDE
 from flatcake.io.seam import Files
 from flatcake.manifest import Stored, TurnRow
+from flatcake.tenancy import TENANTS_MAX
 from tests.fakes import WAIT_S, FaultyFiles
 
 ORIGIN, OTHER = b"o" * 16, b"x" * 16
@@ -149,12 +150,62 @@ def test_reset_forgets_what_is_below_and_refuses_it_from_then_on(tmp_path: Path)
     assert found(tmp_path) == {pair for pair in ALL if pair[0] >= 4} | {(8, 0)}
 
 
-def test_rows_of_another_origin_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_rows_of_another_origin_are_kept_and_counted(tmp_path: Path) -> None:
     filled(tmp_path)
     manifest, stored = opened(tmp_path, origin=OTHER)
-    assert not len(stored) and manifest.counts["reopen: rows of another identity or pool"] == 20
+    assert set(stored.tenants.tolist()) == {1} and stored.piece_bytes == ((),)
+    assert manifest.counts["reopen: rows of another identity or pool"] == len(stored) == 20
+    assert manifest.commit_turn(row(9, 0), 9)
+    manifest.check()
     manifest.close(clean=True)
-    assert found(tmp_path) == set(), "they were dropped for good"
+    manifest, stored = opened(tmp_path)
+    assert stored.tenants.tolist() == [0] * 20 + [1] and manifest.counts["reopen: damaged rows"] == 0
+    manifest.check()
+    manifest.close()
+
+
+def test_rows_of_so_many_other_origins_are_kept_and_no_more(tmp_path: Path) -> None:
+    origins = [bytes([number + 1]) * 16 for number in range(TENANTS_MAX + 3)]
+    for number, origin in enumerate(origins, 1):
+        manifest, _ = opened(tmp_path, origin=origin)
+        manifest.commit_turn(row(number, 0), number)
+        manifest.close(clean=True)
+    manifest, stored = opened(tmp_path, origin=ORIGIN)
+    assert sorted(stored.scopes.tolist()) == list(range(4, TENANTS_MAX + 4))
+    assert manifest.counts["reopen: damaged rows"] == 1, "the others went one by one"
+    manifest.drop_scope(7)
+    manifest.settle()
+    manifest.check()
+    manifest.close()
+    manifest, stored = opened(tmp_path, origin=origins[6])
+    assert set(stored.tenants.tolist()) == set(range(1, TENANTS_MAX)), "of the one without rows nothing is left"
+    manifest.close()
+
+
+def test_everything_is_forgotten_with_its_identities(tmp_path: Path) -> None:
+    filled(tmp_path)
+    manifest = ManifestDB(Files(), f"{tmp_path}/{MANIFEST}", OTHER)
+    assert len(manifest.load(trusted=True)) == 20
+    manifest.start((), everything=True)
+    manifest.close(clean=True)
+    manifest, stored = opened(tmp_path, origin=ORIGIN)
+    assert not len(stored)
+    manifest.close()
+
+
+def test_without_checksums_rows_count_only_if_every_run_since_was_closed(tmp_path: Path) -> None:
+    for first, second, kept in ((True, True, 20), (False, True, 0), (True, False, 0)):
+        home = tmp_path / f"{first} {second}"
+        home.mkdir()
+        filled(home)
+        if not first:
+            manifest, _ = opened(home)
+            manifest.close()
+        manifest, _ = opened(home, origin=OTHER)
+        manifest.close(clean=second)
+        manifest = ManifestDB(Files(), f"{home}/{MANIFEST}", ORIGIN)
+        assert len(manifest.load(trusted=False)) == kept
+        manifest.close()
 
 
 def test_generations_only_grow(tmp_path: Path) -> None:

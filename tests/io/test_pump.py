@@ -11,8 +11,6 @@ from flatcake.io.seam import Files
 from tests.fakes import FakeEvent
 from tests.stores import WAIT_NS, WAIT_S
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 
 @pytest.fixture
 def clock() -> ManualClock:

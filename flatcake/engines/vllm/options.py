@@ -79,7 +79,9 @@ def rank_config(config: VllmConfig, place: Place) -> VllmConfig:
     except ConfigError as error:
         raise ConfigError(f"the share of one of {share} ranks: {error}") from None
     directories = tuple(f"{home_of(given, place)}/rank-{place.rank}" for given in config.directories)
-    return replace(config, directories=directories, rank=place.rank, capacity=own)
+    daily_bytes = -(-config.retention.ssd_daily_write_bytes_max // share)  # 0 stays without a bound.
+    retention = replace(config.retention, ssd_daily_write_bytes_max=daily_bytes)
+    return replace(config, directories=directories, rank=place.rank, capacity=own, retention=retention)
 
 
 def catalog_home(config: VllmConfig, place: Place) -> str:

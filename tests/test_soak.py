@@ -1,0 +1,37 @@
+"""A store that has taken ten times what it has room for still takes everything, and counts right."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatcake.gva import Medium
+from tests.stores import TURNS, Memory, check, make_config, make_store, make_tokens, restore, save, simple_layout
+
+TIMES = 10
+
+
+@pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
+def test_ten_times_the_capacity_goes_in_without_a_refusal(medium: Medium, tmp_path: Path) -> None:
+    memory, rng = Memory(simple_layout(page_count=64)), np.random.default_rng(4)
+    config = make_config(memory, [tmp_path], blocks=64, dram_blocks=48)
+    with make_store(memory, config) as store:
+        room = store.stats().media[medium.name.lower()].size_bytes
+        lengths: dict[int, int] = {}
+        written_bytes, number, restored = 0, 0, 0
+        while written_bytes < TIMES * room:
+            session = number if rng.random() < 0.5 or not lengths else int(rng.choice([*lengths]))
+            number += 1
+            lengths[session] = min(12, lengths.get(session, 0) + int(rng.integers(1, 4)))
+            tokens = make_tokens(session, lengths[session])
+            found = save(store, memory, f"s{session}", tokens, TURNS[medium])
+            assert not found.reason, (number, found)
+            assert store.match(tokens).blocks == lengths[session], "what was just saved is not there"
+            written_bytes += found.written_blocks * store.geometry.block_bytes
+            if number % 8 == 0:
+                restored += restore(store, memory, tokens).blocks
+            lengths = {key: blocks for key, blocks in lengths.items() if key > session - 8}
+        stats = store.stats()
+        assert restored > 0 and stats.counts["reclaimed_scopes"] > 10
+        assert stats.media[medium.name.lower()].used_bytes <= room
+        check(store)
