@@ -18,14 +18,23 @@ ENVIRONMENT = {
 SIZES = {"ssd_bytes_max": "128MiB", "pool_file_bytes": "32MiB", "dram_bytes_max": "32MiB", "ssd_free_bytes_min": 0}
 
 
-def make_model(path: str, *, layers: int = 4, hidden: int = 256) -> None:
-    """A GQA Llama with random weights and a word tokenizer; 11 MB by default, no hub."""
+def make_model(path: str, *, layers: int = 4, hidden: int = 256, windows: bool = False) -> None:
+    """A GQA Llama with random weights and a word tokenizer; 11 MB by default, no hub.
+
+    With `windows` a Gemma 3, every other layer of which sees 64 tokens back.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    shape: dict[str, Any] = dict(  # noqa: C408
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -40,7 +49,12 @@ def make_model(path: str, *, layers: int = 4, hidden: int = 256) -> None:
         eos_token_id=2,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).float().save_pretrained(path)
+    if windows:
+        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+        config = Gemma3TextConfig(**shape, sliding_window=64, layer_types=kinds, query_pre_attn_scalar=64)
+        Gemma3ForCausalLM(config).float().save_pretrained(path)
+    else:
+        LlamaForCausalLM(LlamaConfig(**shape)).float().save_pretrained(path)
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{i}": i + 4 for i in range(1020)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+from flatcake.errors import ConfigError
 from flatcake.gva import Medium
 from tests.engines.vllm.engine import (
     BLOCK,
@@ -31,6 +32,28 @@ Report = dict[str, Any]
 
 def model(path: str) -> Report:
     make_model(path)
+    return {}
+
+
+def windows(path: str, directory: str, is_hybrid: bool) -> Report:
+    """Layers with windows: refused where vLLM keeps them apart, equal where it does not."""
+    make_model(path, windows=True)
+    if is_hybrid:
+        try:
+            Engine(path, directory)
+        except ConfigError as error:
+            return {"refused": str(error)}
+        raise AssertionError("not refused")
+    engine = Engine(path, directory, disable_hybrid_kv_cache_manager=True)
+    tokens = words(1, 300)
+    engine.one(tokens, "a")
+    engine.forget()
+    tokens += words(2, 60)
+    found = engine.one(tokens, "a")
+    assert len(set(found.tokens)) > 1, "its logits are flat"
+    check(engine, found, tokens, 288)
+    engine.assert_idle()
+    engine.close()
     return {}
 
 
@@ -413,9 +436,8 @@ def stored(engine: Engine, tokens: list[int]) -> dict[Medium, int]:
     return {medium: count for medium, count in found.items() if count}
 
 
-SCENARIOS = {
-    each.__name__: each for each in (model, equal, faults, held, parallel, crowd, fill, again, overlapped, events)
-}
+ALL = (model, equal, faults, held, parallel, crowd, fill, again, overlapped, events, windows)
+SCENARIOS = {each.__name__: each for each in ALL}
 
 
 def main() -> None:

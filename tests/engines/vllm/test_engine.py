@@ -89,6 +89,12 @@ def test_a_router_hears_what_is_stored_and_what_is_not_any_more(model: str, tmp_
     scenario("events", model, str(tmp_path))
 
 
+def test_layers_with_windows(tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    assert "--disable-hybrid-kv-cache-manager" in scenario("windows", path, str(tmp_path / "1"), True)["refused"]
+    scenario("windows", path, str(tmp_path / "2"), False)
+
+
 def test_two_tensor_parallel_workers(model: str, tmp_path: Path) -> None:
     report = scenario("parallel", model, str(tmp_path))
     assert {Path(path).parent.name for path in report["files"]} == {"rank-0", "rank-1"}
