@@ -68,6 +68,7 @@ class Loads:
             now_ns = self._clock.now_ns()
             self._carry_out(self.scheduler.prefetch_done(ticket, now_ns, ssd_bytes=ssd_bytes, dram_bytes=dram_bytes))
             self._hand_out()
+        self._late.discard(request_id)  # It is computed now.
 
     def drop(self, request_id: str) -> None:
         """The request is gone, or needs no load any more.  One under way is dropped, and `end` follows."""

@@ -156,6 +156,7 @@ def test_a_request_held_too_long_is_computed(tmp_path: Path) -> None:
     gate.set()
     engine.settle()
     assert stuck.loaded_tokens in (0, 16)  # Its time was up, too, while it was read.
+    assert not engine.side.loads._late
     engine.close()
 
 
