@@ -69,6 +69,8 @@ class SchedulerSide:
     _hits: dict[str, _Hit] = field(default_factory=dict)
     _keys_of: dict[str, KeyArray] = field(default_factory=dict)
     """Of requests that vLLM has asked about and not begun: it asks at each step."""
+    _given_up: set[str] = field(default_factory=set)
+    """Requests that were held too long, until vLLM has begun them."""
     _answered: set[str] = field(default_factory=set)
     """Granted requests that vLLM was told of in this step."""
     _loading: dict[str, _Loading] = field(default_factory=dict)
@@ -83,14 +85,17 @@ class SchedulerSide:
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed` can be loaded, and whether between steps; None: ask again."""
         name = request.request_id
-        if getattr(request, "skip_reading_prefix_cache", False):
+        if getattr(request, "skip_reading_prefix_cache", False) or name in self._given_up:
             self._drop(name)
             return 0, False
         hit = self._hits.get(name) or self._look_up(request, computed)
         if hit is None:
             return 0, False
         hit.computed, tokens = computed, hit.lease.tokens - computed
-        if tokens <= 0 or self.loads.is_late(name):
+        if self.loads.is_late(name):
+            self._given_up.add(name)
+            tokens = 0
+        if tokens <= 0:
             self._drop(name)
             return 0, False
         if not hit.is_async:
@@ -105,6 +110,7 @@ class SchedulerSide:
         name = request.request_id
         self._answered.discard(name)
         self._keys_of.pop(name, None)
+        self._given_up.discard(name)
         hit = self._hits.get(name)
         if hit is None or tokens <= 0:
             self._drop(name)
@@ -165,6 +171,7 @@ class SchedulerSide:
     def finished(self, request: EngineRequest, blocks: Sequence[int]) -> bool:
         """A request has ended; True when its blocks are being saved and must stay until that is reported."""
         name = request.request_id
+        self._given_up.discard(name)
         self._drop(name)
         if name in self._loading:  # vLLM keeps the blocks until the end of the load is reported.
             self.loads.drop(name)
