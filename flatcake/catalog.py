@@ -174,7 +174,7 @@ class Catalog:
             if bad is not None:
                 plan.note_failure(bad, completion.reason)
             if bad is not None and plan.kind is PlanKind.RESTORE:
-                found = slice(bad, bad + 1)
+                found = sorted({bad, *completion.damaged_blocks})
                 self.counts["blocks_dropped"] += self.space.index.withdraw(plan.keys[found], plan.gvas[found])
             if not plan.is_last(rank):
                 return None

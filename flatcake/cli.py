@@ -1,24 +1,21 @@
 """The `flatcake` command: finds the subcommand, reads the settings file, turns errors into exit codes.
 
-The only module that reads the environment and settings files.  A subcommand's module is imported when it is
-chosen and not before, so that `flatcake doctor` does not load what `flatcake demo` needs.
+With `settings` the only module that reads the environment and settings files.  A subcommand's module is imported
+when it is chosen and not before, so that `flatcake doctor` does not load what `flatcake demo` needs.
 Exit codes: the subcommand's own; 2 for a caller's mistake; 130 when interrupted.
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from flatcake import __version__
-from flatcake.errors import ConfigError, FlatCakeError
-
-CONFIG_VARIABLE = "FLATCAKE_CONFIG"
+from flatcake.config import StoreConfig
+from flatcake.errors import FlatCakeError
+from flatcake.settings import CONFIG_VARIABLE, from_environment, merge, read_settings
 
 
 class Subcommand(Protocol):
@@ -28,7 +25,7 @@ class Subcommand(Protocol):
         """Declare the options."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it and return the exit code; `args.settings` is the mapping read from the settings file, or empty."""
+        """Do it and return the exit code; `args.settings` is what file and environment say, or empty."""
 
 
 class Command(NamedTuple):
@@ -96,8 +93,9 @@ def main(
         parser = argparse.ArgumentParser(prog=f"flatcake {head.command}", description=command.summary)
         module.add_arguments(parser)
         args = parser.parse_args(head.rest)
-        path = head.config or (os.environ if environ is None else environ).get(CONFIG_VARIABLE)
-        args.settings = read_settings(path) if path else {}
+        around = os.environ if environ is None else environ
+        path = head.config or around.get(CONFIG_VARIABLE)
+        args.settings = merge(read_settings(path) if path else {}, from_environment(StoreConfig, around))
         return module.run(args)
     except FlatCakeError as error:
         sys.stderr.write(f"flatcake {head.command}: {error}\n")
@@ -105,28 +103,6 @@ def main(
     except KeyboardInterrupt:
         sys.stderr.write(f"flatcake {head.command}: interrupted\n")
         return 130
-
-
-def read_settings(path: str) -> dict[str, object]:
-    """Read a TOML or JSON file as the nested mapping that `config.from_mapping` takes.
-
-    Raises:
-        ConfigError: No such file, no permission, another suffix, not valid, or not a mapping.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        if path.endswith(".toml"):
-            return tomllib.loads(text)
-        if not path.endswith(".json"):
-            raise ConfigError(f"{path}: expected a settings file that ends in .toml or .json")
-        settings = json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the settings: {error.strerror}") from None
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid {path.rpartition('.')[2].upper()}: {error}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, found a {type(settings).__name__}")
-    return settings
 
 
 def _head_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
@@ -141,7 +117,7 @@ def _head_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flatcake {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log everything to stderr")
-    parser.add_argument("--config", metavar="FILE", help=f"settings, TOML or JSON; default: ${CONFIG_VARIABLE}")
+    parser.add_argument("--config", metavar="FILE", help=f"settings, TOML, JSON or YAML; default: ${CONFIG_VARIABLE}")
     parser.add_argument("command", choices=commands, metavar="COMMAND", help="one of those below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options")
     return parser

@@ -1,7 +1,7 @@
 """Every setting of a store: its default, its meaning and its check.
 
-Pure: no file, environment or device is looked at here.  `cli` reads those and hands a mapping to
-`from_mapping`; programs build `StoreConfig` directly.  Where 0 means "derived", `store` derives it at open.
+Pure: no file, environment or device is looked at here.  `settings` reads those and hands a mapping
+to `from_mapping`; programs build `StoreConfig` directly.  Where 0 means "derived", `store` derives it at open.
 """
 
 import re

@@ -13,6 +13,7 @@ import numpy as np
 
 from flatcake.errors import ClosedError
 from flatcake.geometry import Geometry
+from flatcake.gva import Medium
 from flatcake.io.device import Event
 from flatcake.io.paged import PagedKV, PageTable
 from flatcake.io.parts import Parts
@@ -23,7 +24,7 @@ from flatcake.io.reading import Reading
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
 from flatcake.io.writing import Writing
-from flatcake.messages import Completion, Plan, Runs
+from flatcake.messages import Completion, Plan, RankStart, Runs
 
 Report = Callable[[Completion], object]
 CloseParts = Callable[[int, Callable[[int], object]], bool]
@@ -164,6 +165,22 @@ class DataPlane:
         """
         if os.getpid() != self._process:
             raise ClosedError(f"the store is of process {self._process}, before a fork; open another one after it")
+
+    def start_report(self) -> RankStart:
+        """What a catalog in another process must know of this rank."""
+        parts = self.parts
+        ssd = parts.media.get(Medium.SSD)
+        return RankStart(
+            rank=parts.rank,
+            epoch=parts.epoch,
+            geometry=self._geometry,
+            pool_kept=parts.pool is not None and parts.pool.kept,
+            pool_file_bytes=parts.pool.file_bytes if parts.pool is not None else 0,
+            verifies=parts.verify,
+            window_slots=parts.window.slots,
+            slot_bytes=parts.window.slot_bytes,
+            io_path=ssd.engine.name if ssd is not None else "",
+        )
 
     def nothing(self, reason: str, blocks: int = 0) -> Restore:
         """A restore that is over before it began: a miss with a reason, or `blocks` that are in the pages already."""

@@ -7,6 +7,8 @@ Sized once; knows neither media nor extents, and never reads tokens.
 Read path:  keys -> [index] -> lease -> [index] -> plan
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -54,6 +56,8 @@ class Index:
         self._passed = np.zeros(self._buckets, np.uint32)
         self._live = 0
         self._on_medium = np.zeros(MEDIUM_LIMIT, np.int64)
+        self.watch: Callable[[_Words, _Words, _Words], object] | None = None
+        """Called after each change with keys, and their addresses before and after it, `MISS` where there is none."""
 
     def __len__(self) -> int:
         return self._live
@@ -122,6 +126,9 @@ class Index:
         self._insert(first[tails[fresh]], last[tails[fresh]], gvas[tails[fresh]])
         self._live += added
         self._on_medium += _by_medium(gvas[tails]) - _by_medium(old[~fresh])
+        if self.watch is not None:
+            asked = np.argsort(tails)
+            self.watch(keys[tails[asked]], old[asked], gvas[tails[asked]])
         return superseded
 
     def withdraw(self, keys: _Words, gvas: _Words) -> int:
@@ -155,6 +162,9 @@ class Index:
         np.subtract.at(self._passed, self._passed_by(self._home(first[rows], last[rows]), slots), 1)
         self._live -= len(slots)
         self._on_medium -= _by_medium(gvas[rows])
+        if self.watch is not None and len(rows):
+            rows = np.sort(rows)
+            self.watch(keys[rows], gvas[rows], np.full(len(rows), MISS, np.uint64))
         return len(slots)
 
     def reach_counts(self) -> list[int]:

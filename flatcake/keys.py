@@ -133,6 +133,24 @@ def chain(
     return Chain(identity, salt=salt, extra=extra).extend(tokens)
 
 
+def keys_of_digests(identity: Identity, digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Turn an engine's own block digests into keys: for engines that chain tokens, salt and extras themselves.
+
+    Args:
+        identity: What the bytes depend on besides the sequence.
+        digests: One per block, in order.  Each must be a cryptographic digest of everything that the block's bytes
+            depend on besides the identity: all tokens so far, the tenant's salt, adapter and image digests.
+
+    Returns:
+        uint64 [blocks, 2], as from `chain`; keys of the two never meet.
+
+    Cost: about 1 µs a block.
+    """
+    root = _digest(b"flatcake.engine", identity.digest())
+    keys = [hashlib.blake2b(root + digest, digest_size=_DIGEST_BYTES).digest() for digest in digests]
+    return np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 2).astype(np.uint64)
+
+
 def _digest(purpose: bytes, *parts: bytes) -> bytes:
     """Digest parts with their lengths, so that no byte can move from one part to the next."""
     state = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=purpose)

@@ -10,6 +10,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from flatcake.geometry import Geometry
+
 Int64Array = npt.NDArray[np.int64]
 KeyArray = npt.NDArray[np.uint64]
 
@@ -76,6 +78,28 @@ class Completion:
     first_bad_block: int | None = None
     """Smallest index, in the request, of a block that failed there; None when all went well."""
     reason: str = ""
+    damaged_blocks: tuple[int, ...] = ()
+    """All blocks of a restore whose bytes are not what was saved, the first one included; nobody should try again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What a rank says once its data plane is open: all that a catalog in another process must know of it."""
+
+    rank: int
+    epoch: int
+    geometry: Geometry
+    """Of its paged tensors; the same on every rank."""
+    pool_kept: bool
+    """Whether the files of an earlier run are still in their places, so that what was written about them may hold."""
+    pool_file_bytes: int
+    """0 without an SSD pool."""
+    verifies: bool
+    """Whether restored bytes are compared with their checksums."""
+    window_slots: int
+    slot_bytes: int
+    io_path: str
+    """How bytes reach the SSD."""
 
 
 def block_column(plan: Plan, column: int) -> Int64Array:

@@ -188,8 +188,8 @@ def matmul_case(root: str, rounds: int, percent: int) -> dict[str, float]:
 
 
 def save_case(root: str, rounds: int, *, dram: bool) -> dict[str, float]:
-    """Saves of 8 K tokens, against a pinned copy from the device, and for files against a bare write of a file."""
-    tokens = 8_192
+    """Saves of 32 K tokens, against a pinned copy from the device, and for files against a bare write of a file."""
+    tokens, rounds = 32_768, min(rounds, 4)
     with opened(root, GQA, tokens * (rounds + 1), dram) as (store, _):
         pages, bare = torch.randperm(tokens // GQA.page_tokens).numpy(), BareWrite(root, GiB)
         took: dict[str, list[float]] = defaultdict(list)

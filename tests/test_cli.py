@@ -137,7 +137,7 @@ def test_settings_come_from_the_option_before_the_environment(tmp_path: Path) ->
         ("a.json", b"\xff", "not valid JSON"),
         ("a.json", b"[" * 100_000, "a.json"),
         ("a.toml", b"= 1", "not valid TOML"),
-        ("a.yaml", b"a: 1", "ends in .toml or .json"),
+        ("a.ini", b"a: 1", "ends in .toml, .json, .yaml or .yml"),
         ("a.toml", None, "cannot read the settings: No such file"),
     ],
 )

@@ -321,3 +321,19 @@ def test_calls_refuse_other_addresses(gvas):
         with pytest.raises(ShapeError, match=r"gvas: expected uint64 \[1\]"):
             call(as_keys([(1, 2)]), gvas)
     assert len(index) == 0
+
+
+def test_watch_tells_of_every_change_in_the_order_asked() -> None:
+    index, seen = Index(100), []
+    index.watch = lambda keys, before, after: seen.append((keys[:, 0].tolist(), before.tolist(), after.tolist()))
+    keys = np.array([[9, 1], [3, 1], [7, 1]], np.uint64)
+    miss = int(MISS)
+    index.publish(keys, np.array([10, 20, 30], np.uint64))
+    index.publish(keys[1:], np.array([21, 30], np.uint64))
+    index.withdraw(keys, np.array([10, 20, 30], np.uint64))
+    index.withdraw(keys, np.array([10, 20, 30], np.uint64))
+    assert seen == [
+        ([9, 3, 7], [miss] * 3, [10, 20, 30]),
+        ([3, 7], [20, 30], [21, 30]),
+        ([9, 7], [10, 30], [miss] * 2),
+    ]

@@ -56,7 +56,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("snapshot", "saves"),
     # One process that has both.
     ("store",),
-    ("loop.request", "assemble"),
+    ("loop.request", "assemble", "settings"),
+    # A catalog without data planes of its own.
+    ("coordinator",),
     ("loop.ready",),
     ("loop.driver",),
     ("loop.outlet",),
@@ -72,6 +74,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("doctor.command", "demo.command", "audit.inspect", "audit.verify"),
     ("cli",),
     ("__main__",),
+    # Engines: adapters only, and nothing imports them.
+    ("engines.vllm.options", "engines.vllm.orders", "engines.vllm.views", "engines.vllm.signals"),
+    ("engines.vllm.weights", "engines.vllm.loads", "engines.vllm.metrics", "engines.vllm.changes"),
+    ("engines.vllm.identity", "engines.vllm.worker", "engines.vllm.scheduling", "engines.vllm.events"),
+    ("engines.vllm.connector",),
 )
 LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 
@@ -81,6 +88,7 @@ PURE = {
     *("retention", "wear", "tenancy", "turnlog", "rowcheck"),
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
+    *("engines.vllm.options", "engines.vllm.orders", "engines.vllm.signals", "engines.vllm.changes"),
     *("about", "audit.facts", "audit.verdicts", "audit.survey", "audit.report", "audit.tally"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
@@ -95,7 +103,10 @@ IMPURE_PACKAGES = {
 FILE_SEAM, DEVICE_SEAM = {"io.seam"}, {"io.seam", "io.device"}
 """The only modules that call files, and devices."""
 OUTSIDE = {
-    "cli": "reads the configuration file and the environment",
+    "cli": "reads the environment",
+    "settings": "reads the configuration file",
+    "engines.vllm.weights": "reads a sample of the model's files",
+    "engines.vllm.connector": "hands the environment to `settings`",
     "doctor.machine": "reads /proc and /sys, and looks at a directory, to say what the machine can do",
     "doctor.gpu": "reads /proc to say which drivers are loaded",
     "doctor.measure": "makes a directory to measure in and removes it",

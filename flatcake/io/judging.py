@@ -116,6 +116,7 @@ class Judging:
 
     def _fail_blocks(self, blocks: Int64Array) -> None:
         self._parts.counts["blocks_failed_checksum"] += len(blocks)
+        self._restore.damaged.update(blocks.tolist())
         self._restore.note_bad(int(blocks[0]), "checksum")
 
     def _want_record(self, ref: ExtentRef) -> None:
@@ -129,14 +130,17 @@ class Judging:
     def _on_record(self, ref: ExtentRef, record: Record | None) -> None:
         self._waits_for_records -= 1
         if record is None:
-            self._fail_extent(ref, "no valid checksum record")
+            self._restore.damaged.update(self._fail_extent(ref, "no valid checksum record"))
         else:
             self._records[ref] = self._parts.book.hold(record)
         self._judge_waiting()
 
-    def _fail_extent(self, ref: ExtentRef, reason: str) -> None:
+    def _fail_extent(self, ref: ExtentRef, reason: str) -> list[int]:
+        """Note that none of an extent's blocks can be delivered; returns them."""
         plan = self._work.plan
         places = block_column(plan, MEDIUM), block_column(plan, BASE)
         blocks = np.flatnonzero((places[0] == ref.medium) & (places[1] == ref.base_bytes))
         if len(blocks):
             self._restore.note_bad(int(blocks[0]), reason)
+        found: list[int] = blocks.tolist()
+        return found

@@ -91,6 +91,7 @@ class Reading:
                     epoch=self._parts.epoch,
                     first_bad_block=self._restore.first_bad,
                     reason=self._restore.reason,
+                    damaged_blocks=tuple(sorted(self._restore.damaged)),
                 )
             )
         finally:

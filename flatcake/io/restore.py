@@ -54,6 +54,8 @@ class Restore:
         self.last_event: Event = DoneEvent()
         self.first_bad: int | None = None
         self.reason = ""
+        self.damaged: set[int] = set()
+        """Blocks whose bytes are not what was saved; of the pump's thread."""
         self.dropped = ""
         """Why the caller has its pages back early; empty while the restore owns them."""
         self.on_drop: Callable[[], None] | None = None

@@ -12,7 +12,7 @@ import numpy as np
 from flatcake.errors import PageTableError
 from flatcake.fields import check_types, require
 from flatcake.messages import Int64Array
-from flatcake.sched.settings import SchedConfig
+from flatcake.sched.settings import SchedConfig, fit_window
 from flatcake.store import Store
 from flatcake.units import SECOND
 
@@ -87,9 +87,7 @@ def sched_config(store: Store, **changes: object) -> SchedConfig:
         ConfigError: A changed field is out of range.
     """
     window = store.plane.parts.window
-    slots = max(1, window.slots - max(1, window.slots // 4))
-    derived = {"window_slots": slots, "restore_slots_max": max(1, slots // 2), "slot_bytes": window.slot_bytes}
-    return SchedConfig(**{**derived, **changes})  # type: ignore[arg-type]
+    return fit_window(window.slots, window.slot_bytes, **changes)
 
 
 def pages_wanted(request: LoopRequest, store: Store, blocks: int) -> int:

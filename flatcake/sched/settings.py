@@ -47,3 +47,19 @@ class SchedConfig:
         require(self, "readmit", alike, "arrival, as order=single_queue has no other place for a request")
         require(self, "wait_ns_max", self.wait_ns_max >= 0, "0 or more nanoseconds")
         require(self, "pages_held_max", self.pages_held_max >= 0, "0 or more pages")
+
+
+def fit_window(window_slots: int, slot_bytes: int, **changes: object) -> SchedConfig:
+    """Settings that fit a window: a quarter of its slots is left to restores from DRAM.
+
+    Args:
+        window_slots: Slots of the window that all restores share.
+        slot_bytes: Size of one.
+        **changes: Fields that win over what is derived.
+
+    Raises:
+        ConfigError: A changed field is out of range.
+    """
+    slots = max(1, window_slots - max(1, window_slots // 4))
+    derived = {"window_slots": slots, "restore_slots_max": max(1, slots // 2), "slot_bytes": slot_bytes}
+    return SchedConfig(**{**derived, **changes})  # type: ignore[arg-type]

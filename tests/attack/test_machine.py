@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
         self.sure: set[Key] = set()
         """Keys that must be there."""
         self.savers: dict[Key, set[int]] = {}
-        """Sessions that have tried to save each key since the last reset, or since they were deleted."""
+        """Sessions that have tried to save each key since the last reset, or since it was deleted with its only one."""
         self.reclaimed = 0
         self.faulty = False
 
@@ -167,8 +167,7 @@ class Machine(RuleBasedStateMachine):
         self.store.delete_session(f"s{session}")
         self.sure = set()  # What others share with it may lie in its scopes.
         for key, savers in list(self.savers.items()):
-            savers.discard(session)
-            if not savers:
+            if savers == {session}:  # What another has saved, too, may lie in a scope of its own by now, and stay.
                 del self.savers[key]
                 self.maybe.discard(key)
         for entry in self.pending:

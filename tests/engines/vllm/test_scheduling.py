@@ -1,0 +1,257 @@
+"""The adapter's two sides under a toy engine: every block that a request runs on is compared."""
+
+import errno
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flatcake.gva import Medium
+from tests.engines.vllm.toy import TOKENS, ToyEngine, ToyRequest, prompt
+from tests.fakes import FaultyFiles
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[ToyEngine]:
+    made = ToyEngine(tmp_path)
+    yield made
+    made.close()
+
+
+def ask(name: str, tokens: list[int], session: str = "", **more: object) -> ToyRequest:
+    return ToyRequest(name, list(tokens), session_id=session or None, **more)  # type: ignore[arg-type]
+
+
+def test_first_turn_comes_back_from_ssd_between_steps(engine: ToyEngine) -> None:
+    engine.run(ask("1", prompt(1, 18), "s"))
+    again = ask("2", prompt(1, 18), "s")
+    engine.add(again)
+    engine.step()
+    assert again.state in ("waiting", "loading")
+    engine.settle()
+    assert again.loaded_tokens == 16
+
+
+def test_later_turn_comes_back_from_dram_in_its_step(engine: ToyEngine) -> None:
+    engine.run(ask("1", prompt(2, 3), "s"))
+    engine.run(ask("2", prompt(1, 18), "s"))
+    again = ask("3", prompt(1, 18), "s")
+    engine.add(again)
+    engine.step()
+    assert again.state == "ended" and again.loaded_tokens == 16
+    engine.settle()
+
+
+def test_a_session_of_both_media_and_one_token_that_vllm_must_compute(engine: ToyEngine) -> None:
+    engine.run(ask("1", prompt(1, 16), "s"))
+    engine.run(ask("2", prompt(1, 32), "s"))
+    found = engine.side.coordinator.match(engine.side._keys(ask("x", prompt(1, 32)), 8))
+    assert (found.tokens_on(Medium.SSD), found.tokens_on(Medium.DRAM)) == (16, 16)
+    again = ask("3", prompt(1, 32), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 28
+
+
+def test_blocks_of_the_store_can_be_larger(tmp_path: Path) -> None:
+    engine = ToyEngine(tmp_path, engine={"block_tokens": 3 * TOKENS})
+    engine.run(ask("1", prompt(1, 40), "s"))
+    again = ask("2", prompt(1, 40), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 36
+    engine.close()
+
+
+def test_tenants_do_not_meet(engine: ToyEngine) -> None:
+    engine.run(ask("1", prompt(1, 16), "s", cache_salt="a"))
+    other, same = ask("2", prompt(1, 16), "s", cache_salt="b"), ask("3", prompt(1, 16), "s", cache_salt="a")
+    engine.run(other, same)
+    assert (other.loaded_tokens, same.loaded_tokens) == (0, 12)
+
+
+def test_a_damaged_block_is_computed_and_forgotten(engine: ToyEngine, tmp_path: Path) -> None:
+    engine.run(ask("1", prompt(1, 26), "s"))
+    for path in tmp_path.glob("rank-0/pool-*.fc"):
+        data = bytearray(path.read_bytes())
+        data[40::4096] = bytes(byte ^ 1 for byte in data[40::4096])
+        path.write_bytes(data)
+    damaged = ask("2", prompt(1, 26), "s")
+    engine.run(damaged)
+    assert damaged.loaded_tokens == 0
+    again = ask("3", prompt(1, 26), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 24
+
+
+@pytest.mark.parametrize(("call", "error"), [("read", errno.EIO), ("write", errno.ENOSPC)])
+def test_a_storage_fault_costs_hits_alone(tmp_path: Path, call: str, error: int) -> None:
+    files = FaultyFiles()
+    engine = ToyEngine(tmp_path, files=files)
+    if call == "write":
+        files.fail("write", *[error] * 50)
+    engine.run(ask("1", prompt(1, 26), "s"))
+    if call == "read":
+        files.fail("read", *[error] * 50)
+    again = ask("2", prompt(1, 26), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 0
+    assert any(f"errno {error}" in name for name in engine.workers[0].counters())
+    engine.close()
+
+
+def test_requests_are_held_while_a_load_is_stuck(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    engine = ToyEngine(tmp_path, files=files, engine={"loads_max": 1})
+    for name in "abc":
+        engine.run(ask(name, prompt(ord(name), 18), name))
+    gate = files.hold("read")
+    stuck, held, gone = (ask(f"{name}2", prompt(ord(name), 18), name) for name in "abc")
+    for request in (stuck, held, gone):
+        engine.add(request)
+    free = ask("free", prompt(9, 10))
+    engine.add(free)
+    for _ in range(4):
+        engine.step()
+    assert (stuck.state, held.state, gone.state) == ("loading", "waiting", "waiting")
+    assert free.state == "ended", "it needed no load"
+    engine.abort("c2")
+    assert "c2" not in engine.requests
+    gate.set()
+    engine.settle()
+    assert stuck.loaded_tokens == held.loaded_tokens == 16
+    engine.close()
+
+
+def test_an_abort_during_a_load_gives_blocks_back_when_nothing_can_land_in_them(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    engine = ToyEngine(tmp_path, files=files)
+    engine.run(ask("1", prompt(1, 18), "s"))
+    gate = files.hold("read")
+    request = engine.add(ask("2", prompt(1, 18), "s"))
+    while request.state != "loading":
+        engine.step()
+    engine.step()
+    assert files.arrived.acquire(timeout=30)
+    engine.abort("2")
+    for _ in range(4):
+        engine.step()
+    assert request.blocks, "a read may still land in them"
+    gate.set()
+    engine.settle()
+    engine.close()
+
+
+def test_a_request_held_too_long_is_computed(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    engine = ToyEngine(tmp_path, files=files, engine={"loads_max": 1, "hold_ns_max": "20ms"})
+    for name in "ab":
+        engine.run(ask(name, prompt(ord(name), 18), name))
+    gate = files.hold("read")
+    stuck, held = (engine.add(ask(f"{name}2", prompt(ord(name), 18), name)) for name in "ab")
+    free, engine.free = engine.free, []  # vLLM has no blocks for it at first; it is not held once more.
+    while "b2" not in engine.side._given_up:
+        engine.step()
+    assert engine.side.matched(held, 0) == (0, False)
+    engine.free = free
+    while held.state != "ended":
+        engine.step()
+    assert held.loaded_tokens == 0 and not engine.side._given_up
+    gate.set()
+    engine.settle()
+    assert stuck.loaded_tokens in (0, 16)  # Its time was up, too, while it was read.
+    assert not engine.side.loads._late
+    engine.close()
+
+
+def test_reset_forgets_everything_and_what_is_loaded_is_computed(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    engine = ToyEngine(tmp_path, files=files)
+    engine.run(ask("1", prompt(1, 18), "s"))
+    gate = files.hold("read")
+    request = engine.add(ask("2", prompt(1, 18), "s"))
+    while request.state != "loading":
+        engine.step()
+    assert engine.side.reset() == 4
+    gate.set()
+    engine.settle()
+    assert request.loaded_tokens == 0
+    engine.run(ask("3", prompt(1, 18), "s"))
+    last = ask("4", prompt(1, 18), "s")
+    engine.run(last)
+    assert last.loaded_tokens == 16
+    engine.close()
+
+
+def test_two_ranks_and_a_restart(tmp_path: Path) -> None:
+    engine = ToyEngine(tmp_path, ranks=2)
+    engine.run(ask("1", prompt(1, 18), "s"))
+    engine.run(ask("2", prompt(1, 34), "s"))  # Its second half is in DRAM.
+    again = ask("3", prompt(1, 34), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 32
+    engine.close()
+
+    engine = ToyEngine(tmp_path, ranks=2)
+    found = ask("4", prompt(1, 34), "s")
+    engine.run(found)
+    assert found.loaded_tokens == 16, "SSD is kept, DRAM is not"
+    engine.close()
+
+    engine = ToyEngine(tmp_path / "other", ranks=2)
+    none = ask("5", prompt(1, 34), "s")
+    engine.run(none)
+    assert none.loaded_tokens == 0
+    engine.close()
+
+
+def test_one_rank_that_lost_its_files_costs_everything(tmp_path: Path) -> None:
+    engine = ToyEngine(tmp_path, ranks=2)
+    engine.run(ask("1", prompt(1, 18), "s"))
+    engine.close()
+    for path in (tmp_path / "rank-1").iterdir():
+        path.unlink()
+    engine = ToyEngine(tmp_path, ranks=2)
+    none = ask("2", prompt(1, 18), "s")
+    engine.run(none)
+    assert none.loaded_tokens == 0
+    assert engine.side.coordinator.counters()["reopen: rows of another pool"] == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, seed: int) -> None:
+    """Sessions that grow and share, aborts, faults; `ToyEngine` compares every loaded block."""
+    rng, files = random.Random(seed), FaultyFiles()
+    engine = ToyEngine(tmp_path, ranks=1 + seed % 2, files=files, engine={"loads_max": 2})
+    sessions = {f"s{number}": prompt(number % 3, rng.randrange(4, 20)) for number in range(6)}
+    loaded = 0
+    for turn in range(60):
+        name = rng.choice(list(sessions))
+        sessions[name] = (sessions[name] + prompt(rng.randrange(4), rng.randrange(1, 12)))[:60]
+        request = engine.add(ask(f"{turn}", sessions[name], name if rng.random() < 0.7 else ""))
+        if rng.random() < 0.1:
+            files.fail(rng.choice(["read", "write"]), rng.choice([errno.EIO, errno.ENOSPC]))
+        for _ in range(rng.randrange(12)):
+            engine.step()
+        if rng.random() < 0.1 and request.request_id in engine.requests and request.state != "ended":
+            engine.abort(request.request_id)
+        if rng.random() < 0.3:
+            engine.settle()
+            loaded += request.loaded_tokens
+    engine.settle()
+    assert loaded, "nothing was ever loaded"
+    engine.close()
+
+
+def test_blocks_that_vllm_gave_back_are_not_saved(engine: ToyEngine) -> None:
+    request = engine.add(ask("1", prompt(1, 18), "s"))
+    request.blocks, request.num_computed_tokens = [5, 6, 0, 7, 8], 18
+    engine.free = [block for block in engine.free if block not in request.blocks]
+    assert engine.side.finished(request, request.blocks)
+    (order,) = engine.side._orders.saves
+    assert order.blocks.tolist() == [5, 6]
+    request.blocks.remove(0)
+    request.state = "ended"
+    engine.settle()
