@@ -32,6 +32,7 @@ def restore_for_ever(pipe: Connection, directory: str, number: int) -> None:
         pipe.send(restores[0].result().blocks)
 
 
+@pytest.mark.leaves("files")  # The pipe of multiprocessing's own tracker, which lives as long as this process.
 def test_a_kill_during_restores_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     for number in range(KILLS):
@@ -44,6 +45,7 @@ def test_a_kill_during_restores_loses_nothing_that_was_saved(tmp_path: Path) -> 
         child.kill()
         child.join(WAIT_S)
         assert child.exitcode == -9, "it was not killed"
+        ours.close()
     memory = Memory(layout(page_count=128), "cuda")
     with make_store(memory, make_config(memory, [tmp_path])) as store:
         for number in range(KILLS):
