@@ -1,4 +1,4 @@
-"""What a store is, as its manifest says it: identity, geometry, sizes.  DESIGN §7.
+"""What a store is, as its manifest says it: identity, geometry, sizes.  docs/restart.md.
 
 Pure.  A store writes this beside its rows at every open, so that `flatcake inspect` and `verify` can read a
 directory without the engine that filled it.  It proves itself like a row; salts and tokens are not in it.

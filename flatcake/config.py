@@ -106,13 +106,13 @@ class IOConfig:
     read_bytes_max: int = 24 * MiB
     """Largest single read; engines cut it into tasks that run side by side."""
     window_bytes_max: int = 256 * MiB
-    """Most staging memory of one device, for restores."""
+    """Most staging memory of one device: the slots of restores, and those of saves."""
     slot_bytes: int = 0
     """Size of one window slot; 0 derives it from the device and the geometry."""
     slots_min: int = 8
     """Fewest slots that the window is cut into: some being filled, some being scattered."""
     save_slots: int = 2
-    """Slots of the save path, beside the window."""
+    """Slots of the save path; restores have the others."""
     restores_max: int = 64
     """Restores under way at once; more wait."""
     saves_max: int = 64

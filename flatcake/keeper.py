@@ -1,4 +1,6 @@
-"""What of a store outlives its process: the manifest, the DRAM medium on disk, and when each is believed.  DESIGN §7.
+"""What of a store outlives its process: the manifest, the DRAM medium on disk, and when each is believed.
+
+docs/restart.md says what comes back.
 
 At open the catalog is filled from the manifest, if the pool still is the one that it tells of.  While the
 store runs, saves end on the scribe's thread: committed, then published.  At a clean close DRAM is written to

@@ -128,7 +128,7 @@ def chain(
         ShapeError: `tokens` is not one dimension of integers from 0 to ``2**32 - 1``.
         ConfigError: `salt` or `extra` is not `bytes`.
 
-    Cost: O(len(tokens)).  Source: paper §3.2; DESIGN §2, key.
+    Cost: O(len(tokens)).  Source: paper §3.2, key.
     """
     return Chain(identity, salt=salt, extra=extra).extend(tokens)
 

@@ -1,4 +1,4 @@
-"""The manifest: what a restart must know of every committed turn, as rows that prove themselves.  DESIGN §7.
+"""The manifest: what a restart must know of every committed turn, as rows that prove themselves.  docs/restart.md.
 
 Pure: rows to bytes and back.  `io.manifestdb` keeps them in a file, `reopen` builds the index from them.  A row
 is one turn on one medium; its digest is keyed with the origin, so a row of another identity is known as such,

@@ -1,7 +1,7 @@
 """What the catalog and a data plane tell each other: plans one way, completions the other.
 
 Plain values that pickle: addresses, generations, keys, numbers.  Nothing here refers to an object of either
-side, so that the same plan serves every rank, in this process or in another (DESIGN §3).
+side, so that the same plan serves every rank, in this process or in another (docs/design.md).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The manifest in a file: SQLite with a write-ahead log, one transaction per committed turn.  DESIGN §7.
+"""The manifest in a file: SQLite with a write-ahead log, one transaction per committed turn.  docs/restart.md.
 
 A commit is in the kernel's hands when it returns, so it outlives the process; `checkpoint` sees it to the disk.
 Rows prove themselves; `io.manifestfile` opens whatever lies there.  Faults are counted, and never raised

@@ -1,4 +1,4 @@
-"""What prefetches hold at the moment: reads in flight, window slots, GPU pages.  DESIGN §5, back-pressure.
+"""What prefetches hold at the moment: reads in flight, window slots, GPU pages.  docs/design.md.
 
 Pure.  `mas` asks before it starts a prefetch and books every change here.
 """

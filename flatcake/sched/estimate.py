@@ -1,4 +1,4 @@
-"""How long a restore will take, from how long past ones took.  DESIGN §5.
+"""How long a restore will take, from how long past ones took.  docs/design.md.
 
 Pure: durations are passed in, those that a restore takes alone (`SharedClock`).  Used for `estimate` and for "only if
 faster than".

@@ -1,6 +1,6 @@
 """FC-MAS, the medium-aware scheduler: a state machine that decides who is prefetched and who is computed next.
 
-Paper §3.3; DESIGN §5.  Pure: events in, actions out, time passed in; no I/O, no thread, no clock, no callback.
+Paper §3.3; docs/design.md.  Pure: events in, actions out, time passed in; no I/O, no thread, no clock, no callback.
 Read path:  match -> lease -> [mas] -> restore -> wait_layer -> compute
 
     submit -+- nothing on SSD -----------------------------> ready -> running -> forgotten

@@ -1,4 +1,4 @@
-"""Settings of the scheduler, FC-MAS.  Paper §3.3; DESIGN §5.
+"""Settings of the scheduler, FC-MAS.  Paper §3.3; docs/design.md.
 
 Pure.  `mas` obeys them; the loop over a store fills in what depends on the store, such as the window's slots.
 """

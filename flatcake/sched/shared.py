@@ -1,4 +1,4 @@
-"""How much time a restore had for itself, when several shared the media.  DESIGN §5.
+"""How much time a restore had for itself, when several shared the media.  docs/design.md.
 
 Pure: time is passed in.  With n restores under way each is given a n-th of the time that passes, as processor
 sharing does.  So what is learnt under load says how long a restore takes alone, and a busy hour does not make the next
