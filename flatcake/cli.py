@@ -33,6 +33,8 @@ class Command(NamedTuple):
 
     summary: str
     load: Callable[[], Subcommand]
+    reads_settings: bool = True
+    """Else `args.settings` is empty, and nothing that is wrong in file or environment stops it."""
 
 
 def load_demo() -> Subcommand:
@@ -62,8 +64,14 @@ def load_verify() -> Subcommand:
 COMMANDS: Mapping[str, Command] = {
     "demo": Command("serve a real transformer over several sessions and compare its logits", load_demo),
     "doctor": Command("say what this machine can do, which I/O path will be used, and what to change", load_doctor),
-    "inspect": Command("say what is in a store's directory, open or closed, without touching it", load_inspect),
-    "verify": Command("read everything in a store's directory and say what is damaged, or drop that", load_verify),
+    "inspect": Command(
+        "say what is in a store's directory, open or closed, without touching it", load_inspect, reads_settings=False
+    ),
+    "verify": Command(
+        "read everything in a store's directory and say what is damaged, or drop that",
+        load_verify,
+        reads_settings=False,
+    ),
 }
 
 
@@ -94,8 +102,7 @@ def main(
         module.add_arguments(parser)
         args = parser.parse_args(head.rest)
         around = os.environ if environ is None else environ
-        path = head.config or around.get(CONFIG_VARIABLE)
-        args.settings = merge(read_settings(path) if path else {}, from_environment(StoreConfig, around))
+        args.settings = _gather(head.config, around) if command.reads_settings else {}
         return module.run(args)
     except FlatCakeError as error:
         sys.stderr.write(f"flatcake {head.command}: {error}\n")
@@ -103,6 +110,11 @@ def main(
     except KeyboardInterrupt:
         sys.stderr.write(f"flatcake {head.command}: interrupted\n")
         return 130
+
+
+def _gather(file: str | None, environ: Mapping[str, str]) -> dict[str, object]:
+    path = file or environ.get(CONFIG_VARIABLE)
+    return merge(read_settings(path) if path else {}, from_environment(StoreConfig, environ))
 
 
 def _head_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:

@@ -75,7 +75,8 @@ def from_environment(cls: type[StoreConfig], environ: Mapping[str, str]) -> dict
         if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
             continue
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = [other for other, (path, _) in known.items() if path[-1].upper() == name.removeprefix(PREFIX)]
+            near = near or difflib.get_close_matches(name, [*known, CONFIG_VARIABLE], n=1)
             hint = f"did you mean {near[0]}?" if near else "unset it"
             raise ConfigError(f"{name}: unknown setting in the environment; {hint}")
         path, hint = known[name]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatcake.assemble import open_store
 from flatcake.config import from_mapping
 from flatcake.errors import (
     CapacityError,
@@ -325,3 +326,13 @@ def test_tensors_on_another_device_are_refused(memory: Memory, tmp_path: Path) -
 def test_identities_are_checked(memory: Memory) -> None:
     with pytest.raises(ConfigError):
         make_identity(memory, model=3)
+
+
+@pytest.mark.parametrize(
+    ("at", "given", "text"), [(0, {}, "from_mapping"), (1, {}, "flatcake.Identity"), (2, [], "PagedKV.of_layers")]
+)
+def test_what_is_no_config_identity_or_kv_is_refused(memory: Memory, at: int, given: object, text: str) -> None:
+    arguments: list = [make_config(memory), make_identity(memory), memory.kv]
+    arguments[at] = given
+    with pytest.raises(ConfigError, match=text):
+        open_store(*arguments)

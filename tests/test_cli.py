@@ -116,6 +116,13 @@ def test_settings_are_empty_without_a_file() -> None:
     assert fake.seen is not None and fake.seen.settings == {}
 
 
+@pytest.mark.parametrize("environ", [{"FLATCAKE_ENGINE_LOADS_MAX": "2"}, {"FLATCAKE_CONFIG": "/nowhere.toml"}])
+def test_what_is_wrong_in_settings_does_not_stop_who_reads_none(environ: dict[str, str]) -> None:
+    fake = Fake()
+    assert main(["look"], {"look": Command("looks", fake.load, reads_settings=False)}, environ) == 0
+    assert fake.seen is not None and fake.seen.settings == {}
+
+
 def test_settings_come_from_the_option_before_the_environment(tmp_path: Path) -> None:
     by_option, by_environment = tmp_path / "a.toml", tmp_path / "b.json"
     by_option.write_text('directories = ["/a"]\n[io]\nslot_bytes = "16MiB"\n')

@@ -49,6 +49,8 @@ def test_lists_fractions_and_times_in_the_environment() -> None:
         ({"dram_bytes_max": 1}, {}, "did you mean capacity.dram_bytes_max?"),
         ({"engine": {"load_max": 1}}, {}, "did you mean engine.loads_max?"),
         ({}, {"FLATCAKE_CAPACITY_SSD_BYTES": "1"}, "did you mean FLATCAKE_CAPACITY_SSD_BYTES_MAX?"),
+        ({}, {"FLATCAKE_SSD_BYTES_MAX": "1"}, "did you mean FLATCAKE_CAPACITY_SSD_BYTES_MAX?"),
+        ({}, {"FLATCAKE_CONFIG_FILE": "x"}, "did you mean FLATCAKE_CONFIG?"),
         ({}, {"FLATCAKE_CAPACITY_HIGH_WATERMARK": "much"}, "expected a number"),
         ({}, {"FLATCAKE_CAPACITY_SSD_BYTES_MAX": "much"}, "capacity.ssd_bytes_max"),
         ({"config_file": 3}, {}, "expected the path of a settings file"),
