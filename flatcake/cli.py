@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from flatcake import __version__
 from flatcake.config import StoreConfig
 from flatcake.errors import FlatCakeError
-from flatcake.settings import CONFIG_VARIABLE, from_environment, merge, read_settings
+from flatcake.settings import CONFIG_VARIABLE, from_environment, merge, read_settings, without_adapter
 
 
 class Subcommand(Protocol):
@@ -114,7 +114,8 @@ def main(
 
 def _gather(file: str | None, environ: Mapping[str, str]) -> dict[str, object]:
     path = file or environ.get(CONFIG_VARIABLE)
-    return merge(read_settings(path) if path else {}, from_environment(StoreConfig, environ))
+    settings, variables = without_adapter(read_settings(path) if path else {}, environ)
+    return merge(settings, from_environment(StoreConfig, variables))
 
 
 def _head_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:

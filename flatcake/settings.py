@@ -24,6 +24,8 @@ CONFIG_VARIABLE = "FLATCAKE_CONFIG"
 """Names the settings file."""
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "FLATCAKE_NIGHTLY", "FLATCAKE_COMMIT", "FLATCAKE_SEED"})
 """Variables that are no settings: those of the tests and benchmarks as well."""
+ADAPTER_KEY = "engine"
+"""Key of the settings of an engine's adapter, which only that adapter knows."""
 FILE_KEY = "config_file"
 """Key of an engine's mapping that names a settings file."""
 
@@ -49,6 +51,15 @@ def gather(cls: type[T], mapping: Mapping[str, object], environ: Mapping[str, st
         raise ConfigError(f"{FILE_KEY}={path!r}: expected the path of a settings file")
     merged = merge(read_settings(path) if path else {}, given)
     return build(cls, merge(merged, from_environment(cls, environ)))
+
+
+def without_adapter(
+    settings: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[dict[str, object], dict[str, str]]:
+    """A file and an environment that an adapter shares with the commands, without what only the adapter knows."""
+    file = {key: value for key, value in settings.items() if key != ADAPTER_KEY or not isinstance(value, Mapping)}
+    prefix = f"{PREFIX}{ADAPTER_KEY.upper()}_"
+    return file, {name: text for name, text in environ.items() if not name.startswith(prefix)}
 
 
 def merge(under: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:

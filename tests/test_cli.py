@@ -123,6 +123,14 @@ def test_what_is_wrong_in_settings_does_not_stop_who_reads_none(environ: dict[st
     assert fake.seen is not None and fake.seen.settings == {}
 
 
+def test_settings_of_an_adapter_are_left_to_it(tmp_path: Path) -> None:
+    fake, path = Fake(), tmp_path / "a.json"
+    path.write_text('{"name": "x", "engine": {"loads_max": 2}}')
+    environ = {"FLATCAKE_CONFIG": str(path), "FLATCAKE_ENGINE_LOADS_MAX": "2", "FLATCAKE_RANK": "1"}
+    assert call(["demo"], environ, demo=fake) == 0
+    assert fake.seen is not None and fake.seen.settings == {"name": "x", "rank": 1}
+
+
 def test_settings_come_from_the_option_before_the_environment(tmp_path: Path) -> None:
     by_option, by_environment = tmp_path / "a.toml", tmp_path / "b.json"
     by_option.write_text('directories = ["/a"]\n[io]\nslot_bytes = "16MiB"\n')

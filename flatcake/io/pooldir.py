@@ -138,7 +138,7 @@ def explained(files: Files, path: str, need: str) -> Iterator[None]:
         if error.errno in _TOO_MANY:
             raise CapacityError(f"{said}; {need}; raise `ulimit -n` or pool_file_bytes") from error
         if error.errno in _FOREIGN:
-            raise FormatError(f"{said}; remove it or use another directory") from error
+            raise FormatError(f"{said}; move it away, or use another directory") from error
         change = "let this user read and write it" if error.errno in _DENIED else "look at the disk"
         raise OwnershipError(f"{said}; {change}, or use another directory") from error
 
