@@ -208,7 +208,9 @@ def test_what_hangs_behind_a_ring_costs_its_own_and_a_later_close_ends_it(memory
     check(store)
     ring.check()
     gate = kvikio.gate = threading.Event()
+    started = len(kvikio.futures)
     stuck = begin()
+    eventually(store, lambda: len(kvikio.futures) > started)
     assert not store.close()
     assert {handle.result().reason for handle in stuck} == {"closed"}
     memory.fill(seed=7)

@@ -18,7 +18,7 @@ from flatcake.io.probe import Around, choose_engine
 from flatcake.io.sizing import RingSize
 from flatcake.io.staged import StagedEngine
 from flatcake.units import MiB
-from tests.fakes import FakeCuda, FakeKvikio, FaultyFiles, gpu_buffer, host_buffer, when
+from tests.fakes import WAIT_S, FakeCuda, FakeKvikio, FaultyFiles, gpu_buffer, host_buffer, when
 from tests.io.contract import CLOSE_NS, Bench, check_batch_touches_only_its_ranges
 
 FILE = 8 * MiB
@@ -66,12 +66,14 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     place = Place(tmp_path)
     yield place
     place.pool.close()
     assert not place.files.open_fds and not place.gpu.pinned
-    assert threading.active_count() <= before
+    for thread in set(threading.enumerate()) - before:  # Of the stand-ins: they end by themselves.
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), thread.name
 
 
 def finish(engine: Any, place: Place, device: CpuDevice) -> None:
