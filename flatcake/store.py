@@ -10,8 +10,9 @@ from flatcake.catalog import Catalog, Refused
 from flatcake.clock import Clock
 from flatcake.config import StoreConfig
 from flatcake.dataplane import DataPlane
-from flatcake.errors import ClosedError, ConfigError, ShapeError
+from flatcake.errors import ClosedError
 from flatcake.geometry import Geometry
+from flatcake.given import expect, expect_whole
 from flatcake.hits import Lease, Match
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
@@ -94,6 +95,8 @@ class Store:
             hold_ns: The lease ends after this; None takes the configured time.
         """
         self._require_open()
+        expect("match", match, Match, "what `match` has returned")
+        expect_whole("hold_ns", hold_ns, 1, "nanoseconds")
         entry = self.catalog.lease(match.keys, self._clock.now_ns(), hold_ns)
         return Lease(entry, self.geometry.block_tokens, self.catalog.release)
 
@@ -121,18 +124,18 @@ class Store:
 
         Raises:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
-            ShapeError: `skip_blocks` is negative.
+            ConfigError: Another argument is of the wrong kind, or too small.
         """
         self._require_open()
-        if skip_blocks < 0:
-            raise ShapeError(f"skip_blocks={skip_blocks}: expected 0 or more blocks that are in the pages already")
+        expect("lease", lease, Lease, "what `lease` has returned")
+        expect_whole("skip_blocks", skip_blocks, 0, "blocks that are in the pages already")
+        expect_whole("timeout_ns", timeout_ns, None, "nanoseconds from now on")
+        expect_whole("slots_max", slots_max, 1, "window slots")
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + (self._config.timeouts.restore_ns if timeout_ns is None else timeout_ns)
         plan = self.catalog.start_restore(lease.entry.lease_id, now_ns, skip_blocks)
-        if isinstance(plan, Refused):
-            return self.plane.nothing(plan.reason)
-        if not len(plan.runs):
-            return self.plane.nothing("", len(plan.keys))
+        if isinstance(plan, Refused) or not len(plan.runs):
+            return self.plane.nothing(*((plan.reason,) if isinstance(plan, Refused) else ("", len(plan.keys))))
         report = self.catalog.finish
         try:
             restore = self.plane.restore(
@@ -174,6 +177,8 @@ class Store:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
         """
         self._require_open(session)
+        expect("turn", turn or Turn(), Turn, "a `flatcake.Turn`, or None")
+        expect_whole("timeout_ns", timeout_ns, None, "nanoseconds from now on")
         found = self.keys(tokens, salt=salt, extra=extra)
         table = self.plane.check_pages(pages, len(found))
         now_ns = self._clock.now_ns()
@@ -207,20 +212,16 @@ class Store:
         return self.catalog.retention.delete_session(session)
 
     def pin(self, session: str, *, hold_ns: int) -> int:
-        """Let a session's blocks, and those that they follow on, outlive all others for so long.
+        """Let a session's blocks, and those that they follow on, outlive all others for so long; returns their number.
 
         A soft pin: where nothing else is left to reclaim they go, and are counted.  No `retention.ttl_ns` applies
         meanwhile.  A later pin may make it longer; it ends with the process.
-
-        Returns:
-            Blocks pinned; 0 when nothing of the session is stored.
 
         Raises:
             ConfigError: `hold_ns` is not 1 or more nanoseconds.
         """
         self._require_open(session)
-        if not isinstance(hold_ns, int) or hold_ns < 1:
-            raise ConfigError(f"hold_ns={hold_ns!r}: expected 1 or more nanoseconds from now on")
+        expect_whole("hold_ns", hold_ns, 1, "nanoseconds from now on", or_none=False)
         return self.catalog.retention.pin(session, self._clock.now_ns() + hold_ns)
 
     def unpin(self, session: str) -> None:
@@ -295,5 +296,4 @@ class Store:
         if self._is_closed:
             raise ClosedError("the store is closed; open it again")
         self.plane.require_threads()
-        if not isinstance(session, str):
-            raise ConfigError(f"session={session!r}: expected text that names whose blocks these are")
+        expect("session", session, str, "text that names whose blocks these are")

@@ -22,7 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "trace"),
     ("units",),
     # The seam to files and devices, and values that depend on nothing.
-    ("fields", "gva", "geometry", "io.seam", "kernels.walk", "kernels.launch", "sched.counters"),
+    ("fields", "given", "gva", "geometry", "io.seam", "kernels.walk", "kernels.launch", "sched.counters"),
     # Pure rules, and kernels over plain tensors.
     ("config", "keys", "messages", "placement", "layout", "index", "wear"),
     (

@@ -2,13 +2,14 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flatcake.assemble import open_store
 from flatcake.clock import ManualClock
-from flatcake.errors import ClosedError, ShapeError
+from flatcake.errors import ClosedError, ConfigError
 from flatcake.gva import Medium
 from flatcake.io.memory import Fault
 from flatcake.io.save import Save
@@ -182,7 +183,7 @@ def test_skipping_everything_reads_nothing(store: Store, memory: Memory, skip: i
     with store.lease(store.match(tokens)) as lease:
         found = store.restore(lease, shuffled(memory, 6), skip_blocks=skip)
         assert found.wait_layer(2, verified=True) and found.result().blocks == 6
-        with pytest.raises(ShapeError, match="skip_blocks=-1: expected 0 or more"):
+        with pytest.raises(ConfigError, match="skip_blocks=-1: expected 0 or more"):
             store.restore(lease, shuffled(memory, 6), skip_blocks=-1)
     assert len(ssd.calls) == calls
 
@@ -725,3 +726,29 @@ def test_many_callers_get_only_what_was_saved_for_their_tokens(tmp_path: Path) -
         assert delivered == sum(caller.delivered for caller in callers) > 0
         assert counts["blocks_delivered_ssd"] > 0 and counts["blocks_delivered_dram"] > 0
         assert counts.get("blocks_failed_checksum", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda store, lease: store.lease(np.arange(8)), r"match=array.*: expected what `match` has returned"),
+        (lambda store, lease: store.lease(store.match(np.arange(8)), hold_ns=-1), r"hold_ns=-1: expected 1 or more"),
+        (lambda store, lease: store.restore(store.match(np.arange(8)), [0, 1]), r"lease=.*: expected what `lease`"),
+        (lambda store, lease: store.restore(lease, [0, 1], timeout_ns="1s"), r"timeout_ns='1s': expected a whole"),
+        (lambda store, lease: store.restore(lease, [0, 1], slots_max=0), r"slots_max=0: expected 1 or more"),
+        (lambda store, lease: store.restore(lease, [0, 1], skip_blocks=1.5), r"skip_blocks=1.5: expected 0 or more"),
+        (lambda store, lease: store.save("s", np.arange(8), [0, 1], 3), r"turn=3: expected a `flatcake.Turn`"),
+        (lambda store, lease: store.save("s", np.arange(8), [0, 1], timeout_ns=0.5), r"timeout_ns=0.5: expected a"),
+        (lambda store, lease: store.save(7, np.arange(8), [0, 1]), r"session=7: expected text"),
+        (lambda store, lease: store.pin("s", hold_ns=True), r"hold_ns=True: expected 1 or more"),
+        (lambda store, lease: store.pin("s", hold_ns=None), r"hold_ns=None: expected 1 or more"),
+    ],
+)
+def test_a_wrong_kind_of_argument_is_named_and_begins_nothing(memory: Memory, call: Any, says: str) -> None:
+    with make_store(memory) as store:
+        save(store, memory, "a", np.arange(8))
+        with store.lease(store.match(np.arange(8))) as lease:
+            with pytest.raises(ConfigError, match=says):
+                call(store, lease)
+            check(store, leases=1)
+            assert store.restore(lease, np.array([0, 1]), timeout_ns=np.int64(10**10)).result().blocks == 1

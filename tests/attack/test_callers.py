@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flatcake.clock import ManualClock
-from flatcake.errors import ClosedError
+from flatcake.errors import ClosedError, ConfigError
 from flatcake.gva import Medium
 from flatcake.io.device import CpuDevice
 from flatcake.io.memory import Fault
@@ -203,14 +203,14 @@ def test_a_wrong_time_is_a_mistake_that_costs_nothing(memory: Memory, wrong: Any
     with make_store(memory) as store:
         tokens = make_tokens("a", 6)
         save(store, memory, "s", tokens)
-        with pytest.raises(TypeError):
+        with pytest.raises(ConfigError, match="expected"):
             store.lease(store.match(tokens), hold_ns=wrong)
         with store.lease(store.match(tokens)) as lease:
-            with pytest.raises(TypeError):
+            with pytest.raises(ConfigError, match="expected"):
                 store.restore(lease, np.arange(12), timeout_ns=wrong)
-            with pytest.raises(TypeError):
+            with pytest.raises(ConfigError, match="expected"):
                 store.restore(lease, np.arange(12), skip_blocks=wrong)
-        with pytest.raises(TypeError):
+        with pytest.raises(ConfigError, match="expected"):
             store.save("t", make_tokens("b", 2), np.arange(4), timeout_ns=wrong)
         check(store)
 
@@ -249,7 +249,7 @@ def test_a_turn_that_is_none_of_ours_pins_nothing(memory: Memory) -> None:
     with make_store(memory) as store:
         tokens = make_tokens("a", 6)
         save(store, memory, "s", tokens[:24])
-        with pytest.raises(AttributeError):
+        with pytest.raises(ConfigError, match="turn="):
             store.save("s", tokens, np.arange(12), turn={"index": 2})
         check(store)
 
