@@ -3,6 +3,7 @@
 Cheap checks come first, then memory, then the directories: a refusal leaves nothing behind.
 """
 
+import atexit
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -236,6 +237,7 @@ def open_store(
         catalog.rank_started(config.rank, epoch)
         store = Store(catalog, plane, geometry, identity, config, clock)
         store.keeper = keeper
+        atexit.register(store.close)  # Python must not end while the pump is inside a library of C++.
         return store
     except BaseException:
         plane.close(config.timeouts.close_ns)

@@ -4,6 +4,8 @@ Write path:  save -> catalog.begin_save -> dataplane.save -> report -> catalog.f
 Read path:   match -> lease -> restore -> wait_layer … -> result
 """
 
+import atexit
+
 import numpy as np
 
 from flatcake.catalog import Catalog, Refused
@@ -124,7 +126,6 @@ class Store:
 
         Raises:
             PageTableError: Too short, out of range, or a page named twice.  Nothing was begun.
-            ConfigError: Another argument is of the wrong kind, or too small.
         """
         self._require_open()
         expect("lease", lease, Lease, "what `lease` has returned")
@@ -136,13 +137,12 @@ class Store:
         plan = self.catalog.start_restore(lease.entry.lease_id, now_ns, skip_blocks)
         if isinstance(plan, Refused) or not len(plan.runs):
             return self.plane.nothing(*((plan.reason,) if isinstance(plan, Refused) else ("", len(plan.keys))))
-        report = self.catalog.finish
         try:
             restore = self.plane.restore(
-                plan, pages, stream=stream, deadline_ns=deadline_ns, report=report, slots_max=slots_max
+                plan, pages, stream=stream, deadline_ns=deadline_ns, report=self.catalog.finish, slots_max=slots_max
             )
         except Exception:
-            report(self.plane.parts.completion(plan.plan_id, None, "not begun"))
+            self.catalog.finish(self.plane.parts.completion(plan.plan_id, None, "not begun"))
             raise
         if plan.release != self.catalog.release_number:  # A reset came too early to find it.
             restore.cancel("reset")
@@ -258,6 +258,7 @@ class Store:
 
         What DRAM holds is written to disk, as far as time and space allow, so that the next open finds it.
         """
+        atexit.unregister(self.close)
         self._is_closed = True
         is_clean = self.plane.close(self._config.timeouts.close_ns)
         if self.keeper is None or not self.keeper.is_abandoned:
