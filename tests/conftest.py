@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -55,12 +54,6 @@ def _segments() -> set[str]:
 def _mapped(names: set[str]) -> set[str]:
     """Which of them this process has in its memory."""
     return {name for name in names if f"{SHARED_MEMORY}/{name}" in Path("/proc/self/maps").read_text()}
-
-
-@pytest.fixture(autouse=True, scope="session")
-def tracker() -> None:
-    """Multiprocessing's own process and its pipe, which live as long as this one, are there before the first test."""
-    resource_tracker.ensure_running()
 
 
 @pytest.fixture(autouse=True)

@@ -155,6 +155,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
             assert made.children[rank].process.exitcode == 0
 
 
+@pytest.mark.leaves("files")  # The first process that is spawned leaves a pipe of multiprocessing's own.
 def test_a_turn_is_published_when_both_ranks_have_it_and_restored_on_both(group: Group) -> None:
     keys = group.keys("a", 9)
     plan, pages = group.begin("s", keys[:6])
