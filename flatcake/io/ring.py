@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from flatcake.io.device import DoneEvent, Point, When
+from flatcake.io.device import Point, When
 from flatcake.io.engine import Buffer
+from flatcake.io.shelf import NOW, Shelf
 
 Work = TypeVar("Work")
-
-_NOW = DoneEvent()
 
 
 class Ring(Generic[Work]):
@@ -28,11 +27,9 @@ class Ring(Generic[Work]):
             start: Called without a lock, never from inside another call of it in the same thread.
             when: How to hear that a buffer's point has been reached; used only while work waits.
         """
-        self._free = list(buffers)
-        self._count = len(self._free)
+        self._shelf = Shelf(buffers)
         self._start, self._when = start, when
         self._lock = threading.Lock()
-        self._coming: list[tuple[Point, Buffer]] = []
         self._queue: deque[Work] = deque()
         self._is_starting = False
         self._is_watched = False
@@ -43,11 +40,10 @@ class Ring(Generic[Work]):
             self._queue.extend(work)
         self._run()
 
-    def give_back(self, buffer: Buffer, after: Point = _NOW) -> None:
+    def give_back(self, buffer: Buffer, after: Point = NOW) -> None:
         """Return a buffer that is unused once `after` has been reached, and start what waits."""
         with self._lock:
-            self._coming.append((after, buffer))
-            assert len(self._coming) + len(self._free) <= self._count
+            self._shelf.put(buffer, after)
         self._run()
 
     def drop(self) -> list[Work]:
@@ -59,19 +55,20 @@ class Ring(Generic[Work]):
     def is_idle(self) -> bool:
         """Whether nothing waits and all buffers are back."""
         with self._lock:
-            self._collect()
-            return not self._queue and len(self._free) == self._count
+            self._shelf.collect()
+            return not self._queue and self._shelf.is_whole
 
     def done(self) -> bool:
         """Whether a buffer can be collected, or none is coming: the point that is watched for what waits."""
         with self._lock:
-            return not self._coming or any(after.done() for after, _ in self._coming)
+            return self._shelf.has_news()
 
     def check(self) -> None:
         """Assert that no work waits while a buffer is free."""
         with self._lock:
-            assert len({buffer.address for buffer in self._free}) == len(self._free) <= self._count
-            assert not (self._queue and self._free)
+            free = self._shelf.free
+            assert len({buffer.address for buffer in free}) == len(free)
+            assert not (self._queue and free)
 
     def _run(self) -> None:
         while (pair := self._next()) is not None:
@@ -86,12 +83,12 @@ class Ring(Generic[Work]):
         with self._lock:
             if self._is_starting or not self._queue:
                 return None
-            if not self._free:
-                self._collect()
-            if self._free:
+            if not self._shelf.free:
+                self._shelf.collect()
+            if self._shelf.free:
                 self._is_starting = True
-                return self._queue.popleft(), self._free.pop()
-            if self._is_watched or not self._coming:
+                return self._queue.popleft(), self._shelf.free.pop()
+            if self._is_watched or not self._shelf.coming:
                 return None
             self._is_watched = True
         self._when(self, self._on_reached)
@@ -101,11 +98,3 @@ class Ring(Generic[Work]):
         with self._lock:
             self._is_watched = False
         self._run()
-
-    def _collect(self) -> None:
-        coming, self._coming = self._coming, []
-        for after, buffer in coming:
-            if after.done():
-                self._free.append(buffer)
-            else:
-                self._coming.append((after, buffer))

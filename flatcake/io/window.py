@@ -3,13 +3,11 @@
 Its size never depends on a request.  Belongs to the pump's thread.
 """
 
-from collections import deque
 from collections.abc import Callable
 
-from flatcake.io.device import Device, DoneEvent, Point, When
+from flatcake.io.device import Device, Point, When
 from flatcake.io.engine import Buffer
-
-_NOW = DoneEvent()
+from flatcake.io.shelf import NOW, Shelf
 
 
 class Window:
@@ -24,8 +22,7 @@ class Window:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._when = when
-        self._free = deque(Buffer.of(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(slots))
-        self._coming: list[tuple[Point, Buffer]] = []
+        self._shelf = Shelf(Buffer.of(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(slots))
         self._waiting: dict[Callable[[], None], None] = {}
         self._is_watched = False
 
@@ -36,13 +33,13 @@ class Window:
     @property
     def free_slots(self) -> int:
         """Slots that were free when somebody last looked."""
-        return len(self._free)
+        return len(self._shelf.free)
 
     def take(self) -> Buffer | None:
         """A free slot, or None: then `wait` and try again."""
-        if not self._free:
+        if not self._shelf.free:
             self.collect()
-        return self._free.popleft() if self._free else None
+        return self._shelf.free.popleft() if self._shelf.free else None
 
     def wait(self, retry: Callable[[], None]) -> None:
         """Call `retry` once when a slot has become free; one that waits already keeps its place."""
@@ -53,39 +50,30 @@ class Window:
         """Wait no longer; one that does not wait is no error."""
         self._waiting.pop(retry, None)
 
-    def give_back(self, slot: Buffer, after: Point = _NOW) -> None:
+    def give_back(self, slot: Buffer, after: Point = NOW) -> None:
         """Return a slot that is unused once `after` has been reached, and wake those who wait while there is one."""
-        if after.done():
-            self._free.append(slot)
-        else:
-            self._coming.append((after, slot))
-        assert len(self._free) + len(self._coming) <= self.slots
+        self._shelf.put(slot, after)
         if self._waiting:
             self._serve()
 
     def collect(self) -> None:
         """Free the slots whose points have been reached."""
-        coming, self._coming = self._coming, []
-        for after, slot in coming:
-            if after.done():
-                self._free.append(slot)
-            else:
-                self._coming.append((after, slot))
+        self._shelf.collect()
 
     def done(self) -> bool:
         """Whether a slot can be collected, or none is coming: the point that is watched for those who wait."""
-        return not self._coming or any(after.done() for after, _ in self._coming)
+        return self._shelf.has_news()
 
     def _serve(self) -> None:
         self.collect()
-        while self._free and self._waiting:
+        while self._shelf.free and self._waiting:
             retry = next(iter(self._waiting))
             del self._waiting[retry]
             retry()
         self._watch()
 
     def _watch(self) -> None:
-        if self._waiting and self._coming and not self._is_watched:
+        if self._waiting and self._shelf.coming and not self._is_watched:
             self._is_watched = True
             self._when(self, self._on_reached)
 

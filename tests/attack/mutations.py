@@ -112,11 +112,11 @@ MUTATIONS = (
     ),
     mutation(
         "a slot is used again before its scatter",
-        "io/window.py",
-        "        if after.done():\n            self._free.append(slot)\n        else:\n"
-        "            self._coming.append((after, slot))\n        assert",
-        "        if True:\n            self._free.append(slot)\n        else:\n"
-        "            self._coming.append((after, slot))\n        assert",
+        "io/shelf.py",
+        "        if after.done():\n            self.free.append(buffer)\n        else:\n"
+        "            self.coming.append((after, buffer))\n        assert",
+        "        if True:\n            self.free.append(buffer)\n        else:\n"
+        "            self.coming.append((after, buffer))\n        assert",
         f"{_ATTACK}/test_streams.py::test_a_slot_is_used_again_only_when_the_device_has_read_it",
     ),
     mutation(
