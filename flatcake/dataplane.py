@@ -18,13 +18,13 @@ from flatcake.io.device import Event
 from flatcake.io.paged import PagedKV, PageTable
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
-from flatcake.io.plan import PlanLimits, make_tiles
+from flatcake.io.plan import PlanLimits, Wanted, make_tiles
 from flatcake.io.pump import Timer
 from flatcake.io.reading import Reading
 from flatcake.io.restore import Restore
 from flatcake.io.save import Save
 from flatcake.io.writing import Writing
-from flatcake.messages import Completion, Plan, RankStart, Runs
+from flatcake.messages import FIRST_BLOCK, Completion, Plan, RankStart, Runs
 
 Report = Callable[[Completion], object]
 CloseParts = Callable[[int, Callable[[int], object]], bool]
@@ -87,7 +87,8 @@ class DataPlane:
 
         Args:
             plan: From a catalog.
-            pages: 1-D page table of the request from its first block on; pages of -1 are left alone.
+            pages: Page table of the request from its first block on, as for `PagedKV.page_table`; pages of -1 are
+                left alone, and a block's piece that has no page at all is not read.
             stream: Its queued work may still touch the pages, and is waited for before the first scatter.
             deadline_ns: Time of the clock after which the restore is dropped.
             report: Called once, on the pump's thread, when nothing of the plan is in flight any more.
@@ -98,13 +99,14 @@ class DataPlane:
             ClosedError: The data plane is closed.
         """
         self._require_open()
-        table = self.kv.page_table(pages, len(plan.keys), self._geometry.pages_per_block, holes=True)
-        work, after = self._expand(plan, self.parts.limits), self._mark(stream)
+        blocks = len(plan.keys)
+        table = self.kv.page_table(pages, blocks, self._geometry.pages_per_block, whole_from=blocks)
+        work, after = self._expand(plan, self.parts.limits, self.kv.wanted(table)), self._mark(stream)
         restore = Restore(
             self.parts.device,
             self.parts.clock,
             work.tiles,
-            blocks=len(plan.keys),
+            blocks=blocks,
             block_tokens=self._geometry.block_tokens,
             layers=self.parts.lanes.layer_count,
         )
@@ -123,7 +125,7 @@ class DataPlane:
 
         Args:
             plan: From a catalog.
-            pages: 1-D page table of the request from its first block on, or what `check_pages` made of it.
+            pages: As for `restore`, but -1 only before the first block to write; or what `check_pages` made of it.
             stream: The producer: what is queued there at the start is waited for before the pages are read.
             deadline_ns: Time of the clock after which no further write is begun; the start included.
             report: As for `restore`.
@@ -133,13 +135,14 @@ class DataPlane:
             ClosedError: The data plane is closed.
         """
         self._require_open()
-        table = pages if isinstance(pages, PageTable) else self.check_pages(pages, len(plan.keys))
-        work = self._expand(plan, self._write_limits())
+        if not isinstance(pages, PageTable):
+            pages = self.check_pages(pages, len(plan.keys), plan.runs.column(FIRST_BLOCK).min(initial=len(plan.keys)))
+        table, work = pages.rows, self._expand(plan, self._write_limits())
         producer = self.parts.device.stream_of(stream)
 
         def begin() -> None:
             after = self.parts.device.record(producer)
-            self.parts.pump.post(lambda: writing.start(table.rows, after))
+            self.parts.pump.post(lambda: writing.start(table, after))
 
         save = Save(len(plan.keys), begin)
         writing = Writing(self.parts, save, work, lambda done: self._end_save(writing, done, report))
@@ -149,13 +152,13 @@ class DataPlane:
             self._deadlines[writing] = self.parts.pump.at(deadline_ns, partial(writing.give_up, "deadline"))
         return save
 
-    def check_pages(self, pages: object, blocks: int) -> PageTable:
-        """Check the page table of a save before anything is begun.
+    def check_pages(self, pages: object, blocks: int, first_block: int = 0) -> PageTable:
+        """Check the page table of a save of the blocks from `first_block` on before anything is begun.
 
         Raises:
             PageTableError: Too short, out of range, or a page named twice.
         """
-        return PageTable(self.kv.page_table(pages, blocks, self._geometry.pages_per_block, holes=False))
+        return PageTable(self.kv.page_table(pages, blocks, self._geometry.pages_per_block, whole_from=first_block))
 
     def require_threads(self) -> None:
         """A child of fork has the store's memory and none of its threads: nothing would ever end there.
@@ -268,8 +271,8 @@ class DataPlane:
 
     # -- private ----------------------------------------------------------------------------------------
 
-    def _expand(self, plan: Plan, limits: PlanLimits) -> Work:
-        tiles = make_tiles(plan.runs, self.parts.lanes, limits)
+    def _expand(self, plan: Plan, limits: PlanLimits, wanted: Wanted | None = None) -> Work:
+        tiles = make_tiles(plan.runs, self.parts.lanes, limits, wanted)
         return Work(plan, tiles, self.parts.lanes, self.parts.layout)
 
     def _write_limits(self) -> PlanLimits:

@@ -7,6 +7,7 @@ The first rule that fits decides, per turn, and a block never moves afterwards. 
 from dataclasses import dataclass
 from typing import Protocol
 
+from flatcake.errors import ConfigError
 from flatcake.gva import Medium
 
 
@@ -22,6 +23,12 @@ class Turn:
     """Tokens of the whole sequence; 0 takes the number of tokens that are saved."""
     shared_tokens: int = 0
     """Leading tokens that the engine knows to be shared between sessions."""
+    first_block: int = 0
+    """Blocks before this one are not written: they are stored, being saved, or gone from the engine's pages."""
+
+    def __post_init__(self) -> None:
+        if self.first_block < 0:
+            raise ConfigError(f"Turn.first_block={self.first_block}: expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

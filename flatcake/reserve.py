@@ -52,18 +52,18 @@ def reserve_turn(
     Scopes that receive blocks are pinned and added to `pinned`.  Returns why not, with nothing taken, when there
     is no room, or when too much was written to SSD already.
     """
-    gvas = request.gvas
+    gvas, first_block = request.gvas, request.turn.first_block
     decision = placement.place(_signals(request, space, now_ns))
     medium = Medium(decision.medium)  # A user's placement may name anything: raise before a slot is taken.
     if not space.tables[medium].ranges.size_bytes:
         medium = next(other for other in Medium if other is not medium)
-    lead = np.arange(min(decision.shared_dram_blocks, len(gvas)))
+    lead = np.arange(first_block, min(decision.shared_dram_blocks, len(gvas)))
     lead = lead[(gvas[lead] == MISS) | (gvas[lead] >= DRAM_GVA_LIMIT)]
     slots = _reserve(None, Medium.DRAM, len(lead), space, pinned, now_ns)
     if slots is None:
         lead, slots = lead[:0], []
     missing = gvas == MISS
-    missing[lead] = False
+    missing[lead] = missing[:first_block] = False
     rest = np.flatnonzero(missing)
     taken = _reserve_rest(request.session, medium, len(rest), space, pinned, now_ns)
     if isinstance(taken, str):

@@ -166,7 +166,7 @@ class Store:
         Args:
             session: Names whose blocks these are; they are placed and reclaimed together.
             tokens: The whole sequence from its first token on, or its keys.
-            pages: 1-D page table of the sequence; its pages are read until the handle's `reusable` says so.
+            pages: Page table of the sequence, read until the handle's `reusable` says so; see `PagedKV.page_table`.
             turn: What is known of the turn, for placement.
             salt, extra: As for `keys`.
             stream: The pages' producer: its queued work is waited for.  None for the current stream.
@@ -179,11 +179,11 @@ class Store:
         self._require_open(session)
         expect("turn", turn or Turn(), Turn, "a `flatcake.Turn`, or None")
         expect_whole("timeout_ns", timeout_ns, None, "nanoseconds from now on")
-        found = self.keys(tokens, salt=salt, extra=extra)
-        table = self.plane.check_pages(pages, len(found))
+        found, turn = self.keys(tokens, salt=salt, extra=extra), turn or Turn()
+        table = self.plane.check_pages(pages, len(found), turn.first_block)
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + (self._config.timeouts.save_ns if timeout_ns is None else timeout_ns)
-        plan = self._saves.begin(lambda: self.catalog.begin_save(session, found, turn or Turn(), now_ns))
+        plan = self._saves.begin(lambda: self.catalog.begin_save(session, found, turn, now_ns))
         if isinstance(plan, Refused) or not len(plan.runs):
             return Save.ended(len(found), plan.reason if isinstance(plan, Refused) else "")
         try:

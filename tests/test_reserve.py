@@ -96,6 +96,17 @@ def test_a_prompt_found_shared_goes_to_dram_once() -> None:
     assert places(store(space, "a", np.concatenate([first, make_keys("more", 1)]))) == [("a", "SSD", 1)]
 
 
+def test_nothing_before_the_first_block_is_written() -> None:
+    space, prompt = make_space(), make_keys("prompt", 3)
+    first, second = (np.concatenate([prompt, make_keys(name, 4)]) for name in "ab")
+    store(space, "a", first[:3])
+    reserved = store(space, "b", second, Turn(first_block=5))
+    assert places(reserved) == [("b", "SSD", 2)] and reserved.blocks.tolist() == [5, 6]
+    reserved = store(space, "b", second, Turn(first_block=1))
+    assert places(reserved) == [(None, "DRAM", 2), ("b", "SSD", 2)] and reserved.blocks.tolist() == [1, 2, 3, 4]
+    assert places(store(space, "c", second, Turn(first_block=9))) == []
+
+
 def test_a_session_has_one_scope_a_medium() -> None:
     space, keys = make_space(), make_keys("a", 8)
     for blocks, turn in ((2, ONE_SHOT), (4, CHAT), (6, AGENT), (8, CHAT)):

@@ -26,7 +26,7 @@ class PageTable:
     """A page table that has been checked, so that it need not be again."""
 
     rows: Int64Array
-    """int64 [blocks, pages of a block]."""
+    """int64 [groups * blocks, pages of a block]: one group's blocks after another's."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,12 +89,22 @@ class PagedKV:
         layers: Per layer its components, in the order in which they are stored.
         page_tokens: Tokens in one page.
         names: A name for each component of a layer; counted where absent.
+        groups: Per layer the number of its group, for engines that keep a page table for each of several groups of
+            layers; all are in group 0 where absent.
 
     Raises:
-        ShapeError: Tensors on several devices, with different numbers of pages, or of a layout that is not rows.
+        ShapeError: Tensors on several devices, with different numbers of pages, or of a layout that is not rows; or
+            groups that are not one for each layer, from 0 on without a gap.
     """
 
-    def __init__(self, layers: Sequence[Sequence[PagedTensor]], *, page_tokens: int, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[PagedTensor]],
+        *,
+        page_tokens: int,
+        names: Sequence[str] = (),
+        groups: Sequence[int] = (),
+    ) -> None:
         if not layers or not all(layers):
             raise ShapeError(f"{len(layers)} layers: expected at least one, each with a tensor")
         self.page_tokens = page_tokens
@@ -116,6 +126,14 @@ class PagedKV:
         if len(pages) > 1:
             raise ShapeError(f"tensors of {sorted(pages)} pages: expected the same number in every layer and component")
         self.page_count = pages.pop()
+        self.layer_groups: Int64Array = np.array(groups or [0] * len(layers), np.int64)
+        """int64 [layers]: the group whose page table says where a layer's pages are."""
+        self.groups = int(self.layer_groups.max()) + 1
+        if len(self.layer_groups) != len(layers) or set(self.layer_groups.tolist()) != set(range(self.groups)):
+            raise ShapeError(f"groups {list(groups)}: expected one for each of {len(layers)} layers, from 0 on")
+        each = (self.rows[self.layer_groups == group, :, BASE] for group in range(self.groups))
+        bases = [set(rows.ravel().tolist()) - {0} for rows in each]
+        self._share_memory = sum(map(len, bases)) > len(set().union(*bases))
         self._names = tuple(names)
 
     @classmethod
@@ -127,6 +145,7 @@ class PagedKV:
         page_axis: int = 0,
         token_slots: bool = False,
         names: Sequence[str] = (),
+        groups: Sequence[int] = (),
     ) -> "PagedKV":
         """Describe per-layer tensors.
 
@@ -137,6 +156,7 @@ class PagedKV:
             token_slots: The axis counts token slots instead, as in ``[slots, heads, dim]``; a page is
                 `page_tokens` consecutive slots, and page tables name pages, not slots.
             names: A name for each component.
+            groups: Per layer the number of its group, where each group has a page table of its own.
         """
         slots = page_tokens if token_slots else 1
         parts = [[layer] if isinstance(layer, torch.Tensor) else list(layer) for layer in layers]
@@ -144,6 +164,7 @@ class PagedKV:
             [[PagedTensor(tensor, _axis(tensor, page_axis), slots) for tensor in layer] for layer in parts],
             page_tokens=page_tokens,
             names=names,
+            groups=groups,
         )
 
     @classmethod
@@ -198,35 +219,50 @@ class PagedKV:
             for layer, parts in enumerate(self.tensors)
         ]
 
-    def page_table(self, pages: object, blocks: int, pages_per_block: int, *, holes: bool) -> Int64Array:
-        """Check a page table and shape it as int64 [blocks, pages_per_block]; longer tables are cut.
+    def page_table(self, pages: object, blocks: int, pages_per_block: int, *, whole_from: int) -> Int64Array:
+        """Check a page table and shape it as int64 [groups * blocks, pages_per_block]; longer tables are cut.
 
         Args:
-            pages: 1-D integers, one per page of the sequence from its first token on: list, numpy or torch.
-                A CUDA tensor is copied to the host, which waits for it.
-            blocks: Blocks that will be moved.
+            pages: 1-D integers, one per page of the sequence from its first token on: list, numpy or torch; with
+                several groups 2-D, a row for each.  A CUDA tensor is copied to the host, which waits for it.
+            blocks: Blocks of the sequence.
             pages_per_block: Pages in one block.
-            holes: Whether -1, "leave this page alone", is allowed.
+            whole_from: Pages of the blocks before this one may be -1: there are none, or they are to be left alone.
 
         Raises:
-            PageTableError: Too short, not integers, out of range, or a page named twice.
+            PageTableError: Too short, not integers, of another number of groups, out of range, or a page named twice.
         """
-        table = np.asarray(pages.cpu() if isinstance(pages, torch.Tensor) else pages)
-        if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
-            raise PageTableError(f"page table of shape {table.shape} and type {table.dtype}: expected 1-D integers")
+        given = np.asarray(pages.cpu() if isinstance(pages, torch.Tensor) else pages)
+        table = given[None] if self.groups == 1 else given
+        if table.ndim != 2 or len(table) != self.groups or (table.size and table.dtype.kind not in "iu"):
+            shape = "1-D integers" if self.groups == 1 else f"integers, a row for each of {self.groups} groups"
+            raise PageTableError(f"page table of shape {given.shape} and type {given.dtype}: expected {shape}")
         need = blocks * pages_per_block
-        if len(table) < need:
+        if table.shape[1] < need:
             raise PageTableError(
-                f"page table of {len(table)} pages: expected {need}, {pages_per_block} for each of {blocks} blocks"
+                f"page table of {table.shape[1]} pages: expected {need}, {pages_per_block} for each of {blocks} blocks"
             )
-        table = np.array(table[:need], np.int64)  # A copy: the caller may change its own at once.
-        used = table[table != -1] if holes else table
+        table = np.array(table[:, :need], np.int64)  # A copy: the caller may change its own at once.
+        is_open = (table == -1) & (np.arange(need) < whole_from * pages_per_block)
+        used = table[~is_open]
         if used.size and (used.min() < 0 or used.max() >= self.page_count):
             raise PageTableError(f"pages {used.min()} … {used.max()}: expected 0 … {self.page_count - 1}")
-        if used.size and np.bincount(used).max() > 1:
-            twice = int(np.argmax(np.bincount(used)))
+        # Where groups share their memory a page has one owner among all of them.
+        apart = 0 if self._share_memory else self.page_count
+        counts = np.bincount((table + apart * np.arange(self.groups)[:, None])[~is_open])
+        if used.size and counts.max() > 1:
+            twice = int(np.argmax(counts)) % self.page_count
             raise PageTableError(f"page {twice} is named more than once; every page of a table must be distinct")
-        return table.reshape(blocks, pages_per_block)
+        return table.reshape(self.groups * blocks, pages_per_block)
+
+    def wanted(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
+        """bool [layers, blocks]: whether any page of a block is named, in the rows that `page_table` has made."""
+        is_named: npt.NDArray[np.bool_] = (rows >= 0).any(axis=1).reshape(self.groups, -1)
+        return is_named[self.layer_groups]
+
+    def row_of(self, layers: Int64Array, blocks: Int64Array, rows: int) -> Int64Array:
+        """int64 [n]: which of so many rows of a page table is that of each block in each layer."""
+        return blocks if self.groups == 1 else self.layer_groups[layers] * (rows // self.groups) + blocks
 
     def _name(self, at: int) -> str:
         return self._names[at] if at < len(self._names) else f"part{at}"

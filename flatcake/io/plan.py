@@ -11,6 +11,7 @@ the other layers follow by arithmetic.  Per layer, neighbours are merged over ho
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ import numpy.typing as npt
 from flatcake.errors import PlanError
 from flatcake.layout import LaneTable
 from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, MEDIUM, ROOM, Int64Array, Runs
+
+Wanted = npt.NDArray[np.bool_]
+T = TypeVar("T", bound=np.generic)
 
 TILE_GROWTH = 2
 _LIST_MAX = 4096
@@ -68,16 +72,17 @@ class TilePlan:
         return int(self.reads[:, 2].sum())
 
 
-def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits) -> TilePlan:
+def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted | None = None) -> TilePlan:
     """Turn the runs of a request into reads and tiles.
 
     Args:
         runs: Disjoint runs, in any order.
         lanes: The lane arithmetic of the geometry.
         limits: Sizes; `min(read_bytes_max, slot_bytes)` must hold one piece of the largest layer.
+        wanted: bool [layers, blocks of the request]: which pieces are to be moved; None for all of the runs.
 
     Returns:
-        A plan in which each block of each layer lies in exactly one read, and each read in one tile.
+        A plan in which each wanted piece of the runs lies in exactly one read, and each read in one tile.
 
     Raises:
         PlanError: A single piece is larger than a read or a slot may be.
@@ -91,14 +96,37 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits) -> TilePlan:
             f"a piece has {piece_bytes_max} bytes, a read or slot at most {read_bytes_max}; "
             "use a smaller block_tokens or raise read_bytes_max and slot_bytes"
         )
-    pieces = _split(_sorted(runs.table), read_bytes_max // piece_bytes_max)
-    starts, ends = _ranges(pieces, lanes)
-    opens = _read_breaks(pieces, starts, ends, limits, read_bytes_max)
-    return _join_lanes(_tile(pieces, starts, ends, opens, limits), limits)
+    table = _sorted(runs.table if wanted is None else _cut(runs.table, wanted))
+    table = _split(table, read_bytes_max // piece_bytes_max)
+    starts, ends = _ranges(table, lanes)
+    opens = _read_breaks(table, starts, ends, limits, read_bytes_max)
+    kept = np.ones(opens.shape, np.bool_) if wanted is None else wanted[:, table[:, FIRST_BLOCK]]
+    opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
+    return _join_lanes(_tile(table, starts, ends, opens, kept, limits), limits)
 
 
 def _sorted(table: Int64Array) -> Int64Array:
     return table[np.lexsort((table[:, FIRST_SLOT], table[:, BASE], table[:, MEDIUM]))]
+
+
+def _cut(table: Int64Array, wanted: Wanted) -> Int64Array:
+    """Cut runs wherever a layer's pieces begin or cease to be wanted, so that all pieces of a range are, or none."""
+    cuts = np.flatnonzero((wanted[:, 1:] != wanted[:, :-1]).any(axis=0)) + 1
+    firsts, ends = table[:, FIRST_BLOCK], table[:, FIRST_BLOCK] + table[:, BLOCKS]
+    inside = np.searchsorted(cuts, firsts, "right"), np.searchsorted(cuts, ends, "left")
+    parts = np.maximum(0, inside[1] - inside[0]) + 1
+    if (parts == 1).all():
+        return table
+    rows = np.repeat(table, parts, axis=0)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
+    at = np.append(cuts, 0)[np.repeat(inside[0], parts) + nth - 1]
+    starts = np.where(nth == 0, rows[:, FIRST_BLOCK], at)
+    stops = np.append(starts[1:], 0)
+    lasts = np.cumsum(parts) - 1
+    stops[lasts] = ends
+    rows[:, FIRST_SLOT] += starts - rows[:, FIRST_BLOCK]
+    rows[:, FIRST_BLOCK], rows[:, BLOCKS] = starts, stops - starts
+    return rows
 
 
 def _split(table: Int64Array, blocks_max: int) -> Int64Array:
@@ -151,15 +179,21 @@ def _cap_reads(opens: npt.NDArray[np.bool_], starts: Int64Array, ends: Int64Arra
 
 
 def _tile(
-    table: Int64Array, starts: Int64Array, ends: Int64Array, opens: npt.NDArray[np.bool_], limits: PlanLimits
+    table: Int64Array,
+    starts: Int64Array,
+    ends: Int64Array,
+    opens: npt.NDArray[np.bool_],
+    kept: npt.NDArray[np.bool_],
+    limits: PlanLimits,
 ) -> TilePlan:
-    layers, ranges = starts.shape
+    """Put what is kept of the ranges, layer by layer, in reads and those in tiles."""
+    starts, ends, opens = _pick(starts, kept), _pick(ends, kept), _pick(opens, kept)
     firsts = np.flatnonzero(opens)
-    lasts = np.append(firsts, layers * ranges)[1:] - 1
+    lasts = np.append(firsts, len(opens))[1:] - 1
     reads = np.empty((len(firsts), 4), np.int64)
-    reads[:, 0] = np.broadcast_to(table[:, MEDIUM], opens.shape)[opens]
-    reads[:, 1] = read_start = starts.ravel()[firsts]
-    reads[:, 2] = read_bytes = ends.ravel()[lasts] - read_start
+    reads[:, 0] = _pick(table[:, MEDIUM], kept)[firsts]
+    reads[:, 1] = read_start = starts[firsts]
+    reads[:, 2] = read_bytes = ends[lasts] - read_start
     slot_offset = np.cumsum(read_bytes)
     tile_reads = _fill(slot_offset, limits)
     slot_offset -= read_bytes
@@ -168,23 +202,29 @@ def _tile(
     segment_read = np.cumsum(opens, dtype=np.int64)
     segment_read -= 1
     # Filled in place, column by column: fresh memory costs more here than arithmetic.
-    segments = np.empty((layers, ranges, 4), np.int64)
+    segments = np.empty((len(opens), 4), np.int64)
     slot_offset -= read_start
-    segments[..., 0] = starts
-    segments[..., 0] += slot_offset[segment_read].reshape(starts.shape)
-    segments[..., 1] = np.arange(layers)[:, None]
-    segments[..., 2] = table[:, FIRST_BLOCK]
-    segments[..., 3] = table[:, BLOCKS]
-    tile_segments = np.append(firsts, layers * ranges)[tile_reads]
+    segments[:, 0] = starts
+    segments[:, 0] += slot_offset[segment_read]
+    segments[:, 1] = _pick(np.arange(len(kept))[:, None], kept)
+    segments[:, 2] = _pick(table[:, FIRST_BLOCK], kept)
+    segments[:, 3] = _pick(table[:, BLOCKS], kept)
+    tile_segments = np.append(firsts, len(opens))[tile_reads]
     return TilePlan(
         reads=reads,
-        segments=segments.reshape(-1, 4),
+        segments=segments,
         segment_read=segment_read,
         tile_reads=tile_reads,
         tile_segments=tile_segments,
-        tile_first_layer=tile_segments[:-1] // max(1, ranges),
-        tile_last_layer=(tile_segments[1:] - 1) // max(1, ranges),
+        tile_first_layer=segments[tile_segments[:-1], 1],
+        tile_last_layer=segments[tile_segments[1:] - 1, 1],
     )
+
+
+def _pick(values: npt.NDArray[T], kept: npt.NDArray[np.bool_]) -> npt.NDArray[T]:
+    """The values of what is kept, one after the other; `values` broadcasts to [layers, ranges]."""
+    every = np.broadcast_to(values, kept.shape)
+    return every.ravel() if kept.all() else every[kept]
 
 
 def _join_lanes(plan: TilePlan, limits: PlanLimits) -> TilePlan:

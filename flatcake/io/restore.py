@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from flatcake.clock import Clock
 from flatcake.errors import ShapeError
 from flatcake.io.device import Device, DoneEvent, Event
@@ -49,8 +51,11 @@ class Restore:
         self.lock = threading.RLock()
         """Held for every change below, and while a scatter is launched."""
         self._changed = threading.Condition(self.lock)
-        self.layer_event: list[Event | None] = [None] * layers
-        self.layer_verified = [False] * layers
+        moved = np.zeros(layers, np.bool_)
+        moved[tiles.segments[:, 1]] = True
+        self.layer_event: list[Event | None] = [None if each else DoneEvent() for each in moved.tolist()]
+        """Of layers that are ready; where nothing is moved, from the start."""
+        self.layer_verified: list[bool] = (~moved).tolist()
         self.last_event: Event = DoneEvent()
         self.first_bad: int | None = None
         self.reason = ""
@@ -90,8 +95,7 @@ class Restore:
             event = self.layer_event[layer]
             if self.dropped or self.first_bad is not None:
                 return False
-            if event is None:  # Nothing had to be moved.
-                return True
+            assert event is not None
         self._device.wait(self._device.stream_of(stream), event)
         return True
 

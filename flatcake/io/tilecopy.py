@@ -5,6 +5,7 @@ were computed in the same pass.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,7 +48,8 @@ class TileCopy(Protocol):
 class Copier(Protocol):
     """Makes the copy objects of one engine's tensors."""
 
-    def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy: ...
+    def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
+        """Make the one of a plan; `pages` is what `PagedKV.page_table` has made."""
 
 
 class HostCopier:
@@ -55,9 +57,12 @@ class HostCopier:
 
     def __init__(self, geometry: Geometry, kv: PagedKV) -> None:
         self.host = HostPages.of(geometry, kv.host_views())
+        self._kv = kv
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        return _HostCopy(self.host, tiles, pieces, pages, sums)
+        rows, (_, layers, blocks, _) = len(pages), tiles.segments.T
+        tiles = replace(tiles, segments=_with(tiles.segments, 2, self._kv.row_of(layers, blocks, rows)))
+        return _HostCopy(self.host, tiles, _on_rows(pieces, self._kv, rows), pages, sums)
 
 
 class _HostCopy:
@@ -111,6 +116,7 @@ class GpuCopier:
         self.table = KVTable.from_bytes(rows, geometry.pages_per_block, kv.device)
         self.device = device
         self.programs_max = programs_max
+        self._kv = kv
 
     def warm(self, *, sums: bool) -> None:
         """Have the kernels compiled, by copies that touch no page, so that the first restore need not wait for it."""
@@ -125,7 +131,7 @@ class GpuCopier:
         device.use(before)
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        return _GpuCopy(self, pieces, pages, stream, sums)
+        return _GpuCopy(self, _on_rows(pieces, self._kv, len(pages)), pages, stream, sums)
 
 
 class PieceTables:
@@ -193,6 +199,21 @@ class _GpuCopy:
             make = scatter_runs if scatter else gather_runs
             self._runs[scatter] = make(self._tables.kernel_tables, self._copier.table, self._copier.programs_max)
         return self._runs[scatter]
+
+
+def _on_rows(pieces: Pieces, kv: PagedKV, rows: int) -> Pieces:
+    """Pieces that name rows of a page table instead of blocks of the request."""
+    _, blocks, layers = pieces.table.T
+    return replace(pieces, table=_with(pieces.table, 1, kv.row_of(layers, blocks, rows)))
+
+
+def _with(table: Int64Array, column: int, values: Int64Array) -> Int64Array:
+    """The table with another column; itself where the values are its own."""
+    if np.shares_memory(table, values):
+        return table
+    table = table.copy()
+    table[:, column] = values
+    return table
 
 
 def _host_bytes(slot: Buffer) -> ByteArray:

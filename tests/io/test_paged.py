@@ -124,7 +124,7 @@ def test_page_table_accepts_what_is_distinct_and_in_range(pages: list[int], bloc
     named = [page for page in need if not (holes and page == -1)]
     good = len(need) == 2 * blocks and len(set(named)) == len(named) and all(0 <= page < 10 for page in named)
     try:
-        table = KV.page_table(pages, blocks, 2, holes=holes)
+        table = KV.page_table(pages, blocks, 2, whole_from=blocks if holes else 0)
     except PageTableError:
         assert not good
         return
@@ -133,6 +133,55 @@ def test_page_table_accepts_what_is_distinct_and_in_range(pages: list[int], bloc
 
 def test_page_table_copies_what_it_is_given() -> None:
     pages = np.arange(6)
-    table = KV.page_table(pages, 3, 2, holes=False)
+    table = KV.page_table(pages, 3, 2, whole_from=0)
     pages[:] = 0
     assert table.ravel().tolist() == list(range(6))
+
+
+def grouped(*layers: tuple[torch.Tensor, int]) -> PagedKV:
+    return PagedKV.of_layers([tensor for tensor, _ in layers], page_tokens=1, groups=[group for _, group in layers])
+
+
+ONE, OTHER = (torch.zeros(10, 4, dtype=torch.int32) for _ in range(2))
+
+
+@given(
+    tables=st.lists(st.lists(st.integers(-2, 10), min_size=6, max_size=7), min_size=2, max_size=2),
+    blocks=st.integers(0, 3),
+    whole_from=st.integers(0, 3),
+    shared=st.booleans(),
+)
+def test_page_tables_of_groups(tables: list[list[int]], blocks: int, whole_from: int, shared: bool) -> None:
+    length = min(map(len, tables))
+    tables = [table[:length] for table in tables]
+    kv = grouped((ONE, 0), (ONE if shared else OTHER, 1), (OTHER, 1 if not shared else 0))
+    named = [
+        (0 if shared else group, page)
+        for group, table in enumerate(tables)
+        for at, page in enumerate(table[: 2 * blocks])
+        if not (page == -1 and at < 2 * whole_from)
+    ]
+    good = len(set(named)) == len(named) and all(0 <= page < 10 for _, page in named)
+    try:
+        rows = kv.page_table(tables, blocks, 2, whole_from=whole_from)
+    except PageTableError:
+        assert not good
+        return
+    assert good and rows.reshape(2, -1).tolist() == [table[: 2 * blocks] for table in tables]
+    for layer, group in enumerate(kv.layer_groups.tolist()):
+        for block in range(blocks):
+            row = int(kv.row_of(np.array([layer]), np.array([block]), len(rows))[0])
+            assert rows[row].tolist() == tables[group][2 * block : 2 * block + 2]
+            assert kv.wanted(rows)[layer, block] == any(page >= 0 for page in rows[row])
+
+
+@pytest.mark.parametrize("pages", [[1, 2], [[1, 2]], [[1, 2], [3, 4], [5, 6]], [[1, 2], [3]], [[1.0, 2.0], [3.0, 4.0]]])
+def test_a_page_table_of_other_groups_is_refused(pages: object) -> None:
+    with pytest.raises((PageTableError, ValueError), match="row for each of 2 groups|inhomogeneous"):
+        grouped((ONE, 0), (OTHER, 1)).page_table(pages, 1, 2, whole_from=0)
+
+
+@pytest.mark.parametrize("groups", [[0], [0, 2], [1, 1], [0, -1], [0, 0, 0]])
+def test_groups_are_counted_from_0_one_for_each_layer(groups: list[int]) -> None:
+    with pytest.raises(ShapeError, match="expected one for each of 2 layers, from 0 on"):
+        PagedKV.of_layers([ONE, OTHER], page_tokens=1, groups=groups)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from flatcake.errors import PlanError
 from flatcake.gva import Medium
-from flatcake.io.plan import PlanLimits, TilePlan, make_tiles
+from flatcake.io.plan import PlanLimits, TilePlan, Wanted, make_tiles
 from flatcake.layout import LaneTable
-from flatcake.messages import RUN_COLUMNS, Runs
+from flatcake.messages import BLOCKS, FIRST_BLOCK, RUN_COLUMNS, Runs
 from flatcake.units import GiB, KiB, MiB
 from tests.builders import make_geometry, make_limits
 
@@ -38,8 +38,11 @@ def piece_places(table: Runs, lanes: LaneTable) -> dict[tuple[int, int], tuple[i
     return places
 
 
-def assert_plan_is_right(plan: TilePlan, table: Runs, lanes: LaneTable, limits: PlanLimits) -> None:
-    places = piece_places(table, lanes)
+def assert_plan_is_right(
+    plan: TilePlan, table: Runs, lanes: LaneTable, limits: PlanLimits, kept: Wanted | None = None
+) -> None:
+    every = piece_places(table, lanes)
+    places = {piece: place for piece, place in every.items() if kept is None or kept[piece]}
     reads, segments = plan.reads.tolist(), plan.segments.tolist()
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for (offset, layer, first, blocks), number in zip(segments, plan.segment_read.tolist(), strict=True):
@@ -126,6 +129,31 @@ def test_plan_holds_each_piece_once_within_all_limits(request: tuple[Runs, LaneT
     before = table.table.copy()
     assert_plan_is_right(make_tiles(table, lanes, limits), table, lanes, limits)
     assert (table.table == before).all(), "the caller's runs were changed"
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests(), st.data())
+def test_plan_holds_what_is_wanted_and_reads_through_nothing_else(
+    request: tuple[Runs, LaneTable, PlanLimits], data: st.DataObject
+) -> None:
+    """As with windows: of each layer's pieces some stretch, or an arbitrary choice."""
+    table, lanes, limits = request
+    blocks = int((table.table[:, FIRST_BLOCK] + table.table[:, BLOCKS]).max(initial=0))
+    kept = np.zeros((lanes.layer_count, blocks), np.bool_)
+    for layer in kept:
+        start = data.draw(st.integers(0, blocks))
+        layer[start : data.draw(st.integers(start, blocks))] = True
+        for _ in range(data.draw(st.integers(0, 2)) if blocks else 0):
+            layer[data.draw(st.integers(0, blocks - 1))] ^= True
+    plan = make_tiles(table, lanes, limits, kept)
+    assert_plan_is_right(plan, table, lanes, limits, kept)
+    places = piece_places(table, lanes)
+    for medium, start, size, _ in plan.reads.tolist():
+        inside = [p for p, at in places.items() if at[0] == medium and start <= at[1] < start + size]
+        assert all(kept[piece] for piece in inside), "a piece that nobody wants is read"
+    everything = make_tiles(table, lanes, limits, np.ones_like(kept))
+    same = make_tiles(table, lanes, limits)
+    assert (everything.reads == same.reads).all() and (everything.segments == same.segments).all()
 
 
 def test_plan_of_nothing_is_empty() -> None:

@@ -341,11 +341,11 @@ def overlapped(path: str, directory: str) -> Report:
     expected, damaged = ask("reference"), ask("")
     assert all(a.agrees(b) for a, b in zip(damaged, expected, strict=True)), (damaged, expected)
     end_s, number = time.monotonic() + 60, 0
-    while saved_blocks(llm) < 2 * (6 + 5 * 2):
+    # vLLM forgets its own blocks when the last save that holds some has been reported, with an answer to another.
+    while saved_blocks(llm) < 2 * (6 + 5 * 2) or not llm.reset_prefix_cache():
         assert time.monotonic() < end_s, saved_blocks(llm)
         llm.generate([{"prompt_token_ids": words(number, 5)}], params, use_tqdm=False)
         number += 1
-    assert llm.reset_prefix_cache()
     again = ask("")
     assert all(a.agrees(b) for a, b in zip(again, expected, strict=True)), (again, expected)
     assert [answer.cached for answer in again] == [192, *[64] * 5], again
