@@ -2,12 +2,13 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from flatcake.clock import ManualClock
 from flatcake.errors import ShapeError
 from flatcake.io.device import CpuDevice, DoneEvent
-from flatcake.io.plan import make_tiles
+from flatcake.io.plan import Wanted, make_tiles
 from flatcake.io.restore import Restore
 from flatcake.io.seam import Files
 from flatcake.layout import LaneTable
@@ -17,6 +18,7 @@ from tests.fakes import FakeEvent
 from tests.stores import WAIT_S
 
 LAYERS, BLOCKS = 3, 5
+RUNS = Runs(np.array([[1, 0, 9, 1, 0, BLOCKS, 0]]))
 
 
 @pytest.fixture
@@ -24,10 +26,14 @@ def clock() -> ManualClock:
     return ManualClock(100)
 
 
+def make_restore(clock: ManualClock, runs: Runs, wanted: Wanted | None = None) -> Restore:
+    tiles = make_tiles(runs, LaneTable.of(make_geometry(*[4096] * LAYERS)), make_limits(), wanted)
+    return Restore(CpuDevice(Files()), clock, tiles, blocks=BLOCKS, block_tokens=16, layers=LAYERS)
+
+
 @pytest.fixture
 def restore(clock: ManualClock) -> Restore:
-    tiles = make_tiles(Runs.none(), LaneTable.of(make_geometry(*[4096] * LAYERS)), make_limits())
-    return Restore(CpuDevice(Files()), clock, tiles, blocks=BLOCKS, block_tokens=16, layers=LAYERS)
+    return make_restore(clock, RUNS)
 
 
 class Waiter:
@@ -119,10 +125,14 @@ def test_cancel_after_the_books_are_settled_changes_nothing(restore: Restore) ->
     assert restore.result().blocks == BLOCKS
 
 
-def test_a_layer_in_which_nothing_moves_is_ready_at_the_end(restore: Restore) -> None:
-    waiter = Waiter(lambda: restore.wait_layer(1, verified=True))
+def test_a_layer_in_which_nothing_moves_is_ready_at_once(clock: ManualClock) -> None:
+    restore = make_restore(clock, RUNS, np.repeat([[True], [False], [True]], BLOCKS, axis=1))
+    called = []
+    restore.on_layer(1, lambda: called.append(1))
+    assert restore.wait_layer(1, verified=True) and called == [1]
+    waiter = Waiter(lambda: restore.wait_layer(0))
     assert not waiter.found
-    restore.end()
+    restore.note_layers([0], DoneEvent())
     assert waiter.value() is True
 
 
