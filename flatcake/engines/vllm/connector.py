@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -24,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from flatcake.assemble import open_dataplane
 from flatcake.clock import MonotonicClock
 from flatcake.coordinator import open_coordinator
+from flatcake.engines.vllm.blockkeys import BlockKeys, Sizes
 from flatcake.engines.vllm.changes import Changes
 from flatcake.engines.vllm.events import events_of
 from flatcake.engines.vllm.identity import (
@@ -37,7 +39,8 @@ from flatcake.engines.vllm.loads import Loads
 from flatcake.engines.vllm.metrics import Deltas, FlatCakeProm, FlatCakeStats
 from flatcake.engines.vllm.options import VllmConfig, catalog_home, rank_config
 from flatcake.engines.vllm.orders import Hello, Orders, Reports
-from flatcake.engines.vllm.scheduling import SchedulerSide, Sizes
+from flatcake.engines.vllm.saving import Saves
+from flatcake.engines.vllm.scheduling import SchedulerSide
 from flatcake.engines.vllm.signals import Sessions
 from flatcake.engines.vllm.views import view_caches
 from flatcake.engines.vllm.worker import WorkerSide
@@ -80,10 +83,10 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported(vllm_config, kv_cache_config)
+        self._groups = require_supported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = gather(VllmConfig, transfer.kv_connector_extra_config or {}, os.environ)
-        self._block_tokens = block_tokens_of(vllm_config, self._config.engine)
+        self._block_tokens = block_tokens_of(vllm_config, self._config.engine, self._groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._deltas = Deltas()
@@ -154,16 +157,15 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
             prefetches_max=engine.loads_max,
             wait_ns_max=engine.wait_ns_max,
         )
-        self._scheduler = SchedulerSide(
-            coordinator,
-            Loads(sched, MonotonicClock()),
-            Sessions(engine.sessions_max),
-            Sizes(store=self._block_tokens, engine=self._vllm_config.cache_config.block_size),
-            engine.hold_ns_max,
-        )
+        sizes = Sizes(store=self._block_tokens, engine=self._vllm_config.cache_config.block_size)
+        block_keys, manager = BlockKeys(coordinator.identity, sizes), self._kv_cache_manager
+        assert manager is not None  # vLLM's scheduler has bound it before its workers are up.
+        saves = Saves(coordinator, Sessions(engine.sessions_max), block_keys, self._groups, manager.block_pool)
+        loads = Loads(sched, MonotonicClock())
+        self._scheduler = SchedulerSide(coordinator, loads, saves, block_keys, self._groups, engine.hold_ns_max)
         events = getattr(self._vllm_config, "kv_events_config", None)
         if events is not None and events.enable_kv_cache_events:
-            self._scheduler.changes = Changes(coordinator.catalog.space.index, self._block_tokens)
+            saves.changes = Changes(coordinator.catalog.space.index, self._block_tokens)
         log.info(
             "FlatCake: %d rank(s), %s, %d blocks stored",
             len(starts),
@@ -175,29 +177,36 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduling.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         found = self._scheduling.hit_sources(request)
         return {_SOURCES[medium]: tokens for medium, tokens in found.items()}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return StepMetadata(self._scheduling.take_orders())
+        assert self._kv_cache_manager is not None
+        scheduled, tables_of = scheduler_output.num_scheduled_tokens, self._kv_cache_manager.get_block_ids
+        return StepMetadata(self._scheduling.take_orders(scheduled, tables_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         self._scheduling.take_output(meta.reports if meta else None, connector_output.finished_recving or set())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request, block_ids), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        self._scheduling.finished(request, block_ids)
+        return False, None  # Saves hold their blocks themselves.
+
+    def has_pending_push_work(self) -> bool:
+        """vLLM steps on until saves are over, also when it has no request."""
+        return self._scheduler is not None and not self._scheduler.saves.is_idle
 
     def take_events(self) -> list[Any]:
-        changes = self._scheduling.changes
+        changes = self._scheduling.saves.changes
         return list(events_of(changes.take(), self._block_tokens)) if changes is not None else []
 
     def reset_cache(self) -> bool:
@@ -216,11 +225,12 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
             kv_caches,
             block_tokens=self._vllm_config.cache_config.block_size,
             block_count=self._kv_cache_config.num_blocks,
+            groups=self._groups.layers,
         )
         geometry = views.kv.geometry(self._block_tokens)
         plane = open_dataplane(config, geometry, views.kv, clock=clock, files=self.files(), epoch=clock.now_ns())
         layout = layout_text(vllm.__version__, self._vllm_config, kv_caches)
-        self._worker = WorkerSide(plane, views, config, clock, layout)
+        self._worker = WorkerSide(plane, views, self._groups, config, clock, layout)
 
     def get_handshake_metadata(self) -> Handshake:
         return Handshake(self._working.hello())
@@ -232,15 +242,16 @@ class FlatCakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved when their request has ended."""
+        """Blocks are saved after their step, when all layers have them."""
 
     def wait_for_save(self) -> None:
         self._working.settle()
         self._working.start_saves(self._get_connector_metadata().orders)
 
-    def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str], set[str]]:
+    def get_transfer_results(self, finished_req_ids: Iterable[str]) -> KVConnectorTransferResults:
         self._working.settle()
-        return self._working.take_finished()
+        loaded, failed = self._working.take_loaded()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._working.take_errors()

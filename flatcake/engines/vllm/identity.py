@@ -7,17 +7,15 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from flatcake.engines.vllm.groups import Groups, groups_of
 from flatcake.engines.vllm.options import EngineConfig, Place
 from flatcake.engines.vllm.weights import fingerprint
 from flatcake.errors import ConfigError
 from flatcake.keys import Identity
 
-FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
-"""vLLM's kinds of KV cache in which a request keeps every block of its prefix."""
 
-
-def require_supported(config: Any, kv_cache_config: Any) -> None:
-    """Refuse at start what would be wrong later.
+def require_supported(config: Any, kv_cache_config: Any) -> Groups:
+    """Refuse at start what would be wrong later; returns the groups of layers.
 
     Raises:
         ConfigError: Says what, and what to change.
@@ -26,21 +24,15 @@ def require_supported(config: Any, kv_cache_config: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name}={getattr(parallel, name)}: expected 1; FlatCake serves tensor parallelism only")
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ConfigError(
-            f"{groups} groups of KV cache: expected 1; start vLLM with --disable-hybrid-kv-cache-manager, if the "
-            "model allows it"
-        )
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    kinds = {type(each).__name__ for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
-    if not kinds <= FULL:  # Others give back blocks of a prefix before its end, or keep no blocks of it at all.
-        raise ConfigError(f"KV cache of kind {', '.join(sorted(kinds))}: expected full attention or MLA in every layer")
+    hashed = getattr(kv_cache_config, "hash_block_size", None) or cache.block_size
+    if hashed != cache.block_size:
+        raise ConfigError(f"hashes of {hashed} tokens for blocks of {cache.block_size}: expected one hash a block")
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales: expected off, as scales are computed anew at each start")
     algorithm = getattr(cache, "prefix_caching_hash_algo", "sha256")
     if not str(algorithm).startswith("sha256"):
         raise ConfigError(f"prefix_caching_hash_algo={algorithm}: expected sha256 or sha256_cbor, which do not collide")
+    return groups_of(kv_cache_config, cache.block_size)
 
 
 def place_of(config: Any, rank: int = 0) -> Place:
@@ -51,16 +43,20 @@ def place_of(config: Any, rank: int = 0) -> Place:
     return Place(rank, parallel.tensor_parallel_size, replica if replicas > 1 else 0, replicas)
 
 
-def block_tokens_of(config: Any, engine: EngineConfig) -> int:
+def block_tokens_of(config: Any, engine: EngineConfig, groups: Groups) -> int:
     """Tokens in one block of the store.
 
     Raises:
-        ConfigError: Not a multiple of vLLM's block size.
+        ConfigError: Not a multiple of vLLM's block size, or more than the smallest window has.
     """
     size: int = config.cache_config.block_size
     if engine.block_tokens % size:
         raise ConfigError(
             f"engine.block_tokens={engine.block_tokens}: expected a multiple of vLLM's block size, {size}"
+        )
+    if 0 < groups.window_min < engine.block_tokens:  # Its first tokens would leave the window before its last come.
+        raise ConfigError(
+            f"engine.block_tokens={engine.block_tokens}: expected at most {groups.window_min}, the smallest window"
         )
     return engine.block_tokens or size
 

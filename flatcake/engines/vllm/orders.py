@@ -16,7 +16,7 @@ class LoadOrder:
     plan: Plan | None
     """None when the catalog had none any more: all of it is to be reported as failed."""
     blocks: Int64Array
-    """vLLM's block ids from the request's first token on; -1 for those that are computed already."""
+    """int64 [groups, n]: vLLM's block ids from the request's first token on; -1 for those that need no load."""
     is_async: bool
     """Whether the request waits for the load, and not the forward pass of this step."""
     slots_max: int | None = None
@@ -24,11 +24,12 @@ class LoadOrder:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class SaveOrder:
-    """Save a finished request's blocks; they stay its own until that is over."""
+    """Save blocks of a request; they are held until that is over."""
 
     request_id: str
     plan: Plan
     blocks: Int64Array
+    """int64 [groups, n]: vLLM's block ids from the request's first token on; -1 before the first one to save."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

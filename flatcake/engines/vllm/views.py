@@ -5,7 +5,7 @@ mean depends on the attention backend.  Bytes are stored opaque; all of this goe
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,33 +22,36 @@ class KVViews:
 
     kv: PagedKV
     layer_of: Mapping[str, int]
-    """Number of the store's layer, by vLLM's name; layers that share a tensor have the same."""
+    """Number of the store's layer, by vLLM's name; layers of one group that share a tensor have the same."""
     pages_per_block: int
     """Pages of the tensors in one of vLLM's blocks: more than 1 where a kernel wants smaller ones."""
 
     def pages(self, blocks: Int64Array) -> Int64Array:
-        """Page table of a list of vLLM's blocks; -1 stays -1."""
-        if self.pages_per_block == 1:
-            return blocks
-        pages = blocks[:, None] * self.pages_per_block + np.arange(self.pages_per_block)
-        return np.where(blocks[:, None] < 0, -1, pages).reshape(-1)
+        """Page table of [groups, n] of vLLM's blocks, as the store takes it; -1 stays -1."""
+        pages = blocks[:, :, None] * self.pages_per_block + np.arange(self.pages_per_block)
+        table = np.where(blocks[:, :, None] < 0, -1, pages).reshape(len(blocks), -1)
+        return table[0] if len(table) == 1 else table
 
 
-def view_caches(caches: Mapping[str, object], *, block_tokens: int, block_count: int) -> KVViews:
+def view_caches(
+    caches: Mapping[str, object], *, block_tokens: int, block_count: int, groups: Sequence[Sequence[str]]
+) -> KVViews:
     """Describe what vLLM has registered.
 
     Args:
         caches: By name of layer.
         block_tokens: vLLM's block size.
         block_count: Blocks that its scheduler hands out.
+        groups: Names of the layers in each of its groups.
 
     Raises:
-        ShapeError: A layer is no single tensor, or its first axis does not count blocks.
+        ShapeError: A layer is no single tensor, its first axis does not count blocks, or it is in no group.
     """
     tensors: list[torch.Tensor] = []
     layer_of: dict[str, int] = {}
-    seen: dict[tuple[int, tuple[int, ...]], int] = {}
-    ratios = set()
+    seen: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    number_of = {name: number for number, names in enumerate(groups) for name in names}
+    ratios, group_of = set(), []
     for name in sorted(caches, key=_layer_key):
         tensor = caches[name]
         if not isinstance(tensor, torch.Tensor):
@@ -59,15 +62,19 @@ def view_caches(caches: Mapping[str, object], *, block_tokens: int, block_count:
                 f"layer {name} of shape {tuple(tensor.shape)}: expected an axis of {block_count} blocks in front"
             )
         ratios.add(ratio)
-        key = (tensor.data_ptr(), tuple(tensor.shape))
+        group = number_of.get(name, 0 if len(groups) == 1 else None)  # A layer that shares another's KV has no group.
+        if group is None:
+            raise ShapeError(f"layer {name}: is in none of {len(groups)} groups of KV cache")
+        key = (group, tensor.data_ptr(), tuple(tensor.shape))
         if key not in seen:
             seen[key] = len(tensors)
             tensors.append(tensor)
+            group_of.append(group)
         layer_of[name] = seen[key]
     if len(ratios) != 1:
         raise ShapeError(f"layers with {sorted(ratios)} pages a block: expected the same in all of them")
     ratio = ratios.pop()
-    return KVViews(PagedKV.of_layers(tensors, page_tokens=block_tokens // ratio), layer_of, ratio)
+    return KVViews(PagedKV.of_layers(tensors, page_tokens=block_tokens // ratio, groups=group_of), layer_of, ratio)
 
 
 def _layer_key(name: str) -> tuple[int, str]:

@@ -1,9 +1,9 @@
 """The worker's side: runs the orders of each step on this rank's data plane, and reports how they ended.
 
 Loads for the step at hand are waited for layer by layer; all others go on between steps.  What did not come whole
-is named block by block, so that vLLM computes it.  A storage fault never raises here.
+is named, block by block or as a request, so that vLLM computes it.  A storage fault never raises here.
 Read path:   orders -> [start] -> data plane -> [wait_layer] -> [settle] -> errors, reports
-Write path:  orders -> [start] -> data plane -> reports; the blocks are free when the report is there
+Write path:  orders -> [start] -> data plane -> reports
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import TypeVar
 from flatcake.clock import Clock
 from flatcake.config import StoreConfig
 from flatcake.dataplane import DataPlane
+from flatcake.engines.vllm.groups import Groups
 from flatcake.engines.vllm.orders import Hello, LoadOrder, Orders, Reports, SaveOrder
 from flatcake.engines.vllm.views import KVViews
 from flatcake.errors import FlatCakeError
@@ -35,20 +36,22 @@ class _Load:
 class WorkerSide:
     """One rank.  For the worker's thread; reports come from the pump's."""
 
-    def __init__(self, plane: DataPlane, views: KVViews, config: StoreConfig, clock: Clock, layout: str) -> None:
+    def __init__(
+        self, plane: DataPlane, views: KVViews, groups: Groups, config: StoreConfig, clock: Clock, layout: str
+    ) -> None:
         self.plane = plane
         self.counts: Counter[str] = Counter()
-        self._views, self._config, self._clock, self._layout = views, config, clock, layout
+        self._views, self._groups, self._config, self._clock, self._layout = views, groups, config, clock, layout
         self._ppb = plane.start_report().geometry.pages_per_block
         self._completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Requests whose asynchronous load has ended."""
-        self._saved: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._loads: dict[str, _Load] = {}
         """Asynchronous ones under way."""
         self._now: list[_Load] = []
         """Those that this step's forward pass waits for."""
         self._errors: set[int] = set()
+        self._failed: set[str] = set()
 
     def hello(self) -> Hello:
         return Hello(start=self.plane.start_report(), layout=self._layout)
@@ -91,12 +94,13 @@ class WorkerSide:
         for load in loads:
             self._note_errors(load)
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose saves and whose asynchronous loads have ended since the last call."""
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose asynchronous loads have ended since the last call; those that failed as a whole."""
         loaded = set(_drain(self._loaded))
         for request_id in loaded:
             self._note_errors(self._loads.pop(request_id))
-        return set(_drain(self._saved)), loaded
+        failed, self._failed = self._failed, set()
+        return loaded, failed
 
     def take_errors(self) -> set[int]:
         """vLLM's ids of the blocks that did not come."""
@@ -141,25 +145,21 @@ class WorkerSide:
             return None
 
     def _begin_save(self, order: SaveOrder) -> None:
-        def report(done: Completion) -> None:
-            self._completions.put(done)
-            self._saved.put(order.request_id)
-
         try:
             save = self.plane.save(
                 order.plan,
                 self._views.pages(order.blocks),
                 deadline_ns=self._clock.now_ns() + self._config.timeouts.save_ns,
-                report=report,
+                report=self._completions.put,
             )
         except FlatCakeError as error:
             log.warning("save of %s not begun: %s", order.request_id, error)
-            report(self.plane.parts.completion(order.plan.plan_id, 0, "not begun"))
+            self._completions.put(self.plane.parts.completion(order.plan.plan_id, 0, "not begun"))
             return
         save.start()
 
     def _note_errors(self, load: _Load) -> None:
-        """Wait for a load's verdict, and name the blocks from the first bad one on."""
+        """Wait for a load's verdict, and name the blocks from the first bad one on, or else the request."""
         order, good = load.order, 0
         if load.restore is not None:
             result = load.restore.result()
@@ -170,8 +170,11 @@ class WorkerSide:
                 self.counts[f"loads short: {result.reason}"] += 1
                 log.warning("load of %s: %s after %d blocks", order.request_id, result.reason, good)
         first = good * self._ppb // self._views.pages_per_block
-        bad = order.blocks[first:]
-        self._errors.update(bad[bad >= 0].tolist())
+        bad = order.blocks[:, first:]
+        if self._groups.is_plain:
+            self._errors.update(bad[bad >= 0].tolist())
+        elif (bad >= 0).any():
+            self._failed.add(order.request_id)
 
 
 def _drain(source: "queue.SimpleQueue[T]") -> list[T]:

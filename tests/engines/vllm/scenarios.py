@@ -12,7 +12,6 @@ import threading
 import time
 from typing import Any
 
-from flatcake.errors import ConfigError
 from flatcake.gva import Medium
 from tests.engines.vllm.engine import (
     BLOCK,
@@ -35,26 +34,49 @@ def model(path: str) -> Report:
     return {}
 
 
-def windows(path: str, directory: str, is_hybrid: bool) -> Report:
-    """Layers with windows: refused where vLLM keeps them apart, equal where it does not."""
+def windows(path: str, directory: str, options: Report) -> Report:
+    """Layers with windows, prompts in chunks: equal to recompute, whatever has left the windows meanwhile."""
     make_model(path, windows=True)
-    if is_hybrid:
-        try:
-            Engine(path, directory)
-        except ConfigError as error:
-            return {"refused": str(error)}
-        raise AssertionError("not refused")
-    engine = Engine(path, directory, disable_hybrid_kv_cache_manager=True)
-    tokens = words(1, 300)
-    engine.one(tokens, "a")
+    engine = Engine(path, directory, max_num_batched_tokens=96, **options)
+    first = words(1, 300)
+    engine.one(first, "a")
     engine.forget()
-    tokens += words(2, 60)
-    found = engine.one(tokens, "a")
+    reads_before = engine.work.counts["read_bytes"]
+    second = first + words(2, 60)
+    found = engine.one(second, "a")
     assert len(set(found.tokens)) > 1, "its logits are flat"
-    check(engine, found, tokens, 288)
+    read_bytes = engine.work.counts["read_bytes"] - reads_before
+    check(engine, found, second, 288)  # On SSD: a session's first turn.
+    engine.forget()
+    third = second + words(3, 40)
+    check(engine, engine.one(third, "a"), third, 352)  # Both media.
+
+    # A prompt that leaves in the middle, where the first one had long left the windows; beside one that hits nothing.
+    engine.forget()
+    branch, other = first[:150] + words(4, 50), words(5, 200)
+    found, alone = engine.ask(Ask(branch, "b"), Ask(other, "c"))
+    check(engine, found, branch, 128)
+    check(engine, alone, other, 0)
+
+    # A long answer is saved as it goes; vLLM's own cache and the store are joined.
+    answer = engine.one(third, "a", new=150)
+    engine.forget()
+    fourth = third + answer.tokens + words(6, 20)
+    engine.one(fourth[:400], "d")
+    check(engine, engine.one(fourth, "a"), fourth, len(fourth[:-20]) // 32 * 32)
+
+    # Damaged: computed, and saved anew.
+    engine.forget()
+    flip_files(directory)
+    assert engine.one(branch, "b").agrees(engine.reference(branch))
+    assert engine.work.counts["loads short: checksum"] == 1
+    engine.forget()
+    check(engine, engine.one(branch, "b"), branch, 192)
     engine.assert_idle()
+    counts = engine.counts()
     engine.close()
-    return {}
+    assert not counts.get("save_blocks_left_window"), counts
+    return {"read_bytes": read_bytes, "blocks": 9, "counts": counts}
 
 
 def check(engine: Engine, found: Answer, tokens: list[int], cached: int) -> None:

@@ -22,14 +22,14 @@ class Listener(ToyRequest):
 
 def listening(directory: Path, **settings: object) -> ToyEngine:
     engine = ToyEngine(directory, **settings)  # type: ignore[arg-type]
-    engine.side.changes = Changes(engine.side.coordinator.catalog.space.index, engine.store_tokens)
+    engine.side.saves.changes = Changes(engine.side.coordinator.catalog.space.index, engine.store_tokens)
     return engine
 
 
 def take(engine: ToyEngine) -> list[Stored | Removed]:
-    assert engine.side.changes is not None
+    assert engine.side.saves.changes is not None
     engine.step()  # What is settled is taken with the output of a step.
-    return engine.side.changes.take()
+    return engine.side.saves.changes.take()
 
 
 def test_a_turn_is_told_as_one_stretch_a_medium(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_save_that_failed_is_not_told_and_not_remembered(tmp_path: Path) -> No
     engine = listening(tmp_path, files=files)
     files.fail("write", *[28] * 50)
     engine.run(Listener("1", prompt(1, 18)))
-    assert take(engine) == [] and engine.side.changes is not None and not engine.side.changes._known
+    assert take(engine) == [] and engine.side.saves.changes is not None and not engine.side.saves.changes._known
     engine.close()
 
 
@@ -90,7 +90,7 @@ def test_memory_is_bounded_by_what_is_stored(tmp_path: Path) -> None:
         each = {(change.medium, digest) for digest in change.digests}
         stored = stored | each if isinstance(change, Stored) else stored - each
     index = engine.side.coordinator.catalog.space.index
-    assert engine.side.changes is not None
-    assert len(stored) == len(index) == len(engine.side.changes._known)
+    assert engine.side.saves.changes is not None
+    assert len(stored) == len(index) == len(engine.side.saves.changes._known)
     assert len(index) < 40 * 60 // TOKENS, "nothing was reclaimed"
     engine.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flatcake.engines.vllm.groups import Group, Groups
 from flatcake.engines.vllm.identity import block_tokens_of, identity_of, layout_text, place_of, require_supported
 from flatcake.engines.vllm.options import EngineConfig, Place, VllmConfig, catalog_home, rank_config
 from flatcake.engines.vllm.weights import fingerprint
@@ -79,42 +80,61 @@ def test_weights_that_nothing_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "groups", "text"),
-    [
-        ({"pp": 2}, 1, "pipeline_parallel_size=2"),
-        ({}, 2, "--disable-hybrid-kv-cache-manager"),
-        ({"hash": "xxhash"}, 1, "prefix_caching_hash_algo=xxhash"),
-    ],
+    ("changes", "text"),
+    [({"pp": 2}, "pipeline_parallel_size=2"), ({"hash": "xxhash"}, "prefix_caching_hash_algo=xxhash")],
 )
-def test_what_cannot_be_served_is_refused_at_start(changes: dict[str, Any], groups: int, text: str) -> None:
-    require_supported(config(), cache_of("FullAttentionSpec"))
+def test_what_cannot_be_served_is_refused_at_start(changes: dict[str, Any], text: str) -> None:
+    require_supported(config(), cache_of(spec("FullAttentionSpec")))
     with pytest.raises(ConfigError, match=text):
-        require_supported(config(**changes), cache_of(*["FullAttentionSpec"] * groups))
+        require_supported(config(**changes), cache_of(spec("FullAttentionSpec")))
 
 
-def cache_of(*kinds: str) -> Any:
-    """vLLM's description of the cache, a group a kind."""
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds])
+def spec(kind: str, **fields: Any) -> Any:
+    """What vLLM says of the cache of a layer."""
+    return type(kind, (), {"block_size": 16} | fields)()
 
 
-@pytest.mark.parametrize("kind", ["SlidingWindowSpec", "MambaSpec", "ChunkedLocalAttentionSpec", "RSWASpec"])
-def test_caches_that_give_blocks_back_early_are_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"KV cache of kind {kind}"):
-        require_supported(config(), cache_of(kind))
-    mixed = cache_of("FullAttentionSpec")
-    mixed.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = {
-        "a": type("FullAttentionSpec", (), {})(),
-        "b": type(kind, (), {})(),
-    }
-    with pytest.raises(ConfigError, match="expected full attention or MLA in every layer"):
-        require_supported(config(), mixed)
+def cache_of(*specs: Any, **fields: Any) -> Any:
+    """vLLM's description of the cache, a group for each."""
+    groups = [SimpleNamespace(kv_cache_spec=each, layer_names=[f"l.{place}"]) for place, each in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=groups, **fields)
+
+
+def test_groups_of_layers_and_their_windows() -> None:
+    full, small = spec("MLAAttentionSpec"), spec("SlidingWindowSpec", sliding_window=40, extra_retained_tokens=2)
+    groups = require_supported(config(), cache_of(full, small, spec("SlidingWindowSpec", sliding_window=64)))
+    assert [group.window for group in groups.each] == [0, 42, 64] and groups.window_min == 42
+    assert groups.layers == [("l.0",), ("l.1",), ("l.2",)] and not groups.is_plain
+    mixed = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": full, "b": spec("FullAttentionSpec")})
+    assert require_supported(config(), cache_of(mixed)).is_plain
+    assert not require_supported(config(), cache_of(small)).is_plain
+
+
+@pytest.mark.parametrize("kind", ["MambaSpec", "ChunkedLocalAttentionSpec", "RSWASpec", "CircularBufferSpec"])
+def test_caches_of_other_kinds_are_refused(kind: str) -> None:
+    text = f"KV cache of kind {kind}: expected full attention, MLA or sliding windows in every layer"
+    with pytest.raises(ConfigError, match=text):
+        require_supported(config(), cache_of(spec("FullAttentionSpec"), spec(kind)))
+    mixed = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": spec("FullAttentionSpec"), "b": spec(kind)})
+    with pytest.raises(ConfigError, match="expected full attention, MLA or sliding windows in every layer"):
+        require_supported(config(), cache_of(mixed))
+
+
+def test_groups_with_blocks_or_hashes_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"blocks of \[32\] tokens: expected 16"):
+        require_supported(config(), cache_of(spec("FullAttentionSpec"), spec("FullAttentionSpec", block_size=32)))
+    with pytest.raises(ConfigError, match="hashes of 8 tokens for blocks of 16"):
+        require_supported(config(), cache_of(spec("FullAttentionSpec"), hash_block_size=8))
 
 
 def test_blocks_of_the_store_are_whole_blocks_of_vllm() -> None:
-    assert block_tokens_of(config(), EngineConfig()) == 16
-    assert block_tokens_of(config(), EngineConfig(block_tokens=48)) == 48
+    plain, windows = Groups((Group(("l.0",), 0),)), Groups((Group(("l.0",), 0), Group(("l.1",), 47)))
+    assert block_tokens_of(config(), EngineConfig(), plain) == 16
+    assert block_tokens_of(config(), EngineConfig(block_tokens=48), plain) == 48
     with pytest.raises(ConfigError, match="multiple of vLLM's block size, 16"):
-        block_tokens_of(config(), EngineConfig(block_tokens=24))
+        block_tokens_of(config(), EngineConfig(block_tokens=24), plain)
+    with pytest.raises(ConfigError, match="at most 47, the smallest window"):
+        block_tokens_of(config(), EngineConfig(block_tokens=48), windows)
 
 
 def test_ranks_and_replicas_share_what_was_given() -> None:

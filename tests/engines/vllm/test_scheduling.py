@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatcake.gva import Medium
-from tests.engines.vllm.toy import TOKENS, ToyEngine, ToyRequest, prompt
+from tests.engines.vllm.toy import BLOCKS, LAYERS, TOKENS, ToyEngine, ToyRequest, prompt
 from tests.fakes import FaultyFiles
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -48,7 +48,7 @@ def test_later_turn_comes_back_from_dram_in_its_step(engine: ToyEngine) -> None:
 def test_a_session_of_both_media_and_one_token_that_vllm_must_compute(engine: ToyEngine) -> None:
     engine.run(ask("1", prompt(1, 16), "s"))
     engine.run(ask("2", prompt(1, 32), "s"))
-    found = engine.side.coordinator.match(engine.side._keys(ask("x", prompt(1, 32)), 8))
+    found = engine.side.coordinator.match(engine.side.block_keys.keys(ask("x", prompt(1, 32)), 8))
     assert (found.tokens_on(Medium.SSD), found.tokens_on(Medium.DRAM)) == (16, 16)
     again = ask("3", prompt(1, 32), "s")
     engine.run(again)
@@ -137,7 +137,7 @@ def test_an_abort_during_a_load_gives_blocks_back_when_nothing_can_land_in_them(
     engine.abort("2")
     for _ in range(4):
         engine.step()
-    assert request.blocks, "a read may still land in them"
+    assert request.tables, "a read may still land in them"
     gate.set()
     engine.settle()
     engine.close()
@@ -150,11 +150,11 @@ def test_a_request_held_too_long_is_computed(tmp_path: Path) -> None:
         engine.run(ask(name, prompt(ord(name), 18), name))
     gate = files.hold("read")
     stuck, held = (engine.add(ask(f"{name}2", prompt(ord(name), 18), name)) for name in "ab")
-    free, engine.free = engine.free, []  # vLLM has no blocks for it at first; it is not held once more.
+    free, engine.pool.free = engine.pool.free, []  # vLLM has no blocks for it at first; it is not held once more.
     while "b2" not in engine.side._given_up:
         engine.step()
     assert engine.side.matched(held, 0) == (0, False)
-    engine.free = free
+    engine.pool.free = free
     while held.state != "ended":
         engine.step()
     assert held.loaded_tokens == 0 and not engine.side._given_up
@@ -221,10 +221,18 @@ def test_one_rank_that_lost_its_files_costs_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, seed: int) -> None:
-    """Sessions that grow and share, aborts, faults; `ToyEngine` compares every loaded block."""
+@pytest.mark.parametrize("windows", [(0,), (0, 10), (6,), (8, 0, 13)])
+def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, windows: tuple[int, ...], seed: int) -> None:
+    """Sessions that grow and share, aborts, faults; `ToyEngine` compares every block that a token sees."""
     rng, files = random.Random(seed), FaultyFiles()
-    engine = ToyEngine(tmp_path, ranks=1 + seed % 2, files=files, engine={"loads_max": 2})
+    engine = ToyEngine(
+        tmp_path,
+        ranks=1 + seed % 2,
+        files=files,
+        windows=windows,
+        chunk=(7, 1 << 20)[seed // 2],
+        engine={"loads_max": 2},
+    )
     sessions = {f"s{number}": prompt(number % 3, rng.randrange(4, 20)) for number in range(6)}
     loaded = 0
     for turn in range(60):
@@ -245,13 +253,118 @@ def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, seed: int) -> N
     engine.close()
 
 
-def test_blocks_that_vllm_gave_back_are_not_saved(engine: ToyEngine) -> None:
-    request = engine.add(ask("1", prompt(1, 18), "s"))
-    request.blocks, request.num_computed_tokens = [5, 6, 0, 7, 8], 18
-    engine.free = [block for block in engine.free if block not in request.blocks]
-    assert engine.side.finished(request, request.blocks)
-    (order,) = engine.side._orders.saves
-    assert order.blocks.tolist() == [5, 6]
-    request.blocks.remove(0)
-    request.state = "ended"
+# -- windows ----------------------------------------------------------------------------------------------
+
+
+def windowed(directory: Path, *windows: int, chunk: int = 6, **more: object) -> ToyEngine:
+    return ToyEngine(directory, windows=windows or (0, 8), chunk=chunk, **more)  # type: ignore[arg-type]
+
+
+def test_what_leaves_a_window_is_saved_before(tmp_path: Path) -> None:
+    """A prompt of five windows in chunks: all of it hits, and only what is seen is read."""
+    engine = windowed(tmp_path)
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    saves = 0
+    while request.request_id in engine.requests:
+        engine.step()
+        saves = max(saves, len(engine.side.saves._held))
+    assert saves, "nothing was saved while it ran"
     engine.settle()
+    again = ask("2", prompt(1, 42), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 40
+    piece = engine.side.coordinator.geometry.block_bytes // LAYERS
+    # Layers 0 and 2 see everything; layer 1 the last 7 tokens before the next one, which are in two blocks.
+    assert engine.workers[0].counters()["read_bytes"] == 2 * 10 * piece + 2 * piece
+    engine.close()
+
+
+def test_a_prefix_of_a_windowed_prompt_hits_anywhere(tmp_path: Path) -> None:
+    engine = windowed(tmp_path)
+    engine.run(ask("1", prompt(1, 42), "s"))
+    for count in (9, 17, 30):
+        branch = ask(f"b{count}", prompt(1, count) + prompt(count, 9), f"b{count}")
+        engine.run(branch)
+        assert branch.loaded_tokens == count // TOKENS * TOKENS
+    engine.close()
+
+
+@pytest.mark.parametrize("windows", [(0, 8), (8,)])
+def test_turns_of_a_windowed_session_go_on(tmp_path: Path, windows: tuple[int, ...]) -> None:
+    engine = windowed(tmp_path, *windows)
+    tokens: list[int] = []
+    for turn in range(5):
+        before, tokens = len(tokens) // TOKENS * TOKENS, tokens + prompt(turn, 13)
+        request = ask(f"{turn}", tokens, "s")
+        engine.run(request)
+        assert request.loaded_tokens == before
+    engine.close()
+
+
+def test_a_load_of_several_groups_fails_as_a_request(tmp_path: Path) -> None:
+    engine = windowed(tmp_path)
+    engine.run(ask("1", prompt(1, 42), "s"))
+    for path in tmp_path.glob("rank-0/pool-*.fc"):
+        data = bytearray(path.read_bytes())
+        data[40::4096] = bytes(byte ^ 1 for byte in data[40::4096])
+        path.write_bytes(data)
+    damaged = ask("2", prompt(1, 42), "s")
+    engine.run(damaged)
+    assert damaged.failures and not damaged.loaded_tokens
+    again = ask("3", prompt(1, 42), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 40 and not again.failures
+    engine.close()
+
+
+def test_a_dram_hit_of_several_groups_is_loaded_between_steps(tmp_path: Path) -> None:
+    engine = windowed(tmp_path, chunk=1 << 20)
+    engine.run(ask("1", prompt(2, 3), "s"))
+    engine.run(ask("2", prompt(1, 18), "s"))
+    again = engine.add(ask("3", prompt(1, 18), "s"))
+    engine.step()
+    assert again.state in ("loading", "running") and again.loaded_tokens == 16
+    engine.settle()
+    engine.close()
+
+
+def test_what_has_left_its_window_unsaved_is_counted_and_not_saved(tmp_path: Path) -> None:
+    engine = windowed(tmp_path)
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    engine.step()
+    engine.side.saves.forget("1")  # It hears of no further step.
+    engine.settle()
+    assert request.state == "ended"
+    assert engine.side.coordinator.counters()["save_blocks_left_window"] == 2
+    again = ask("2", prompt(1, 42), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 0
+    engine.close()
+
+
+def test_blocks_are_held_until_their_save_is_over(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    engine = windowed(tmp_path, files=files)
+    gate = files.hold("write")
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    while request.request_id in engine.requests:
+        engine.step()
+    held = BLOCKS - 1 - len(engine.pool.free)
+    assert held >= 2 * 10, "all blocks of both groups"
+    gate.set()
+    engine.settle()
+    engine.close()
+
+
+def test_a_save_that_fails_in_the_middle_costs_what_follows(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    engine = windowed(tmp_path, files=files)
+    files.fail("write", errno.EIO)
+    engine.run(ask("1", prompt(1, 42), "s"))
+    again = ask("2", prompt(1, 42), "s")
+    engine.run(again)
+    assert again.loaded_tokens < 40
+    more = ask("3", prompt(1, 42), "s")
+    engine.run(more)
+    assert more.loaded_tokens == 40
+    engine.close()

@@ -6,6 +6,8 @@ Its KV is a function of the block's hash, layer and rank, so every block that a 
 import hashlib
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ import torch
 from flatcake.assemble import open_dataplane
 from flatcake.clock import MonotonicClock
 from flatcake.coordinator import open_coordinator
+from flatcake.engines.vllm.blockkeys import BlockKeys, Sizes
+from flatcake.engines.vllm.groups import Group, Groups
 from flatcake.engines.vllm.loads import Loads
 from flatcake.engines.vllm.options import Place, VllmConfig, catalog_home, rank_config
 from flatcake.engines.vllm.orders import Orders, Reports
-from flatcake.engines.vllm.scheduling import SchedulerSide, Sizes
+from flatcake.engines.vllm.saving import Saves
+from flatcake.engines.vllm.scheduling import SchedulerSide
 from flatcake.engines.vllm.signals import Sessions
 from flatcake.engines.vllm.views import view_caches
 from flatcake.engines.vllm.worker import WorkerSide
@@ -55,10 +60,11 @@ class ToyRequest:
     session_id: str | None = None
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """Blocks of each group; 0 where there is none."""
     state: str = "waiting"
     loaded_tokens: int = 0
-    errors: set[int] = field(default_factory=set)
+    failures: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -69,25 +75,75 @@ class ToyRequest:
         return hashes(self.tokens, self.cache_salt or "")
 
 
-class ToyEngine:
-    """A scheduler without a prefix cache of its own, and its workers."""
+@dataclass(eq=False)
+class ToyBlock:
+    number: int
+    uses: int = 0
 
-    def __init__(self, directory: Path, *, ranks: int = 1, files: Files | None = None, **settings: Any) -> None:
+
+class ToyPool:
+    """vLLM's blocks and who uses them."""
+
+    def __init__(self) -> None:
+        self.blocks = [ToyBlock(number) for number in range(BLOCKS)]
+        self.free = list(range(1, BLOCKS))
+
+    def take(self, count: int) -> list[int]:
+        found, self.free = self.free[:count], self.free[count:]
+        self.touch([self.blocks[number] for number in found])
+        return found
+
+    def touch(self, blocks: Sequence[ToyBlock]) -> None:
+        for block in blocks:
+            assert block.number, "the null block is nobody's"
+            block.uses += 1
+
+    def free_blocks(self, ordered_blocks: Sequence[ToyBlock]) -> None:
+        for block in ordered_blocks:
+            assert block.uses, f"block {block.number} is freed twice"
+            block.uses -= 1
+            if not block.uses:
+                self.free.insert(0, block.number)  # The next one is taken at once, so that it is overwritten.
+
+
+class ToyEngine:
+    """A scheduler without a prefix cache of its own, and its workers.
+
+    Args:
+        windows: Of each group of layers, in tokens; 0 for all.  Layers are dealt out to the groups in turn, and
+            groups share their memory, as vLLM's do.
+        chunk: Tokens of a request that a step computes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        ranks: int = 1,
+        files: Files | None = None,
+        windows: Sequence[int] = (0,),
+        chunk: int = 1 << 20,
+        **settings: Any,
+    ) -> None:
         settings = {"capacity": SIZES, "io": IO, "directories": [str(directory)]} | settings
         self.config = build(VllmConfig, settings)
         clock, files = MonotonicClock(), files or Files()
         self.store_tokens = self.config.engine.block_tokens or TOKENS
-        self.caches, self.workers = [], []
+        self.chunk = chunk
+        names = [f"layers.{layer}.attn" for layer in range(LAYERS)]
+        each = [Group(tuple(names[number :: len(windows)]), window) for number, window in enumerate(windows)]
+        self.groups = Groups(tuple(each))
+        self.caches: list[dict[str, torch.Tensor]] = []
+        self.workers = []
         for rank in range(ranks):
             own = rank_config(self.config, Place(rank, ranks))
-            caches = {
-                f"layers.{layer}.attn": torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT) for layer in reversed(range(LAYERS))
-            }
-            views = view_caches(caches, block_tokens=TOKENS, block_count=BLOCKS)
+            memory = [torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT) for _ in each[0].layers]
+            caches = {name: memory[place] for group in each for place, name in enumerate(group.layers)}
+            views = view_caches(caches, block_tokens=TOKENS, block_count=BLOCKS, groups=self.groups.layers)
             geometry = views.kv.geometry(self.store_tokens)
             plane = open_dataplane(own, geometry, views.kv, clock=clock, files=files, epoch=clock.now_ns())
             self.caches.append(caches)
-            self.workers.append(WorkerSide(plane, views, own, clock, "toy"))
+            self.workers.append(WorkerSide(plane, views, self.groups, own, clock, "toy"))
         starts = [worker.hello().start for worker in self.workers]
         identity = Identity(
             model="toy", revision="0", kv_dtype="float32", layout="toy", block_tokens=self.store_tokens, tp_size=ranks
@@ -96,16 +152,13 @@ class ToyEngine:
         home = catalog_home(self.config, place)
         coordinator = open_coordinator(rank_config(self.config, place), identity, starts, home, files=files)
         sched = fit_window(starts[0].window_slots, starts[0].slot_bytes, prefetches_max=self.config.engine.loads_max)
-        self.side = SchedulerSide(
-            coordinator,
-            Loads(sched, clock),
-            Sessions(self.config.engine.sessions_max),
-            Sizes(store=self.store_tokens, engine=TOKENS),
-            self.config.engine.hold_ns_max,
-        )
-        self.free = list(range(1, BLOCKS))
+        self.pool = ToyPool()
+        keys = BlockKeys(coordinator.identity, Sizes(store=self.store_tokens, engine=TOKENS))
+        saves = Saves(coordinator, Sessions(self.config.engine.sessions_max), keys, self.groups, self.pool)
+        loads = Loads(sched, clock)
+        self.side = SchedulerSide(coordinator, loads, saves, keys, self.groups, self.config.engine.hold_ns_max)
         self.requests: dict[str, ToyRequest] = {}
-        self.saving: set[str] = set()
+        self._loaded_on: Counter[str] = Counter()
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -121,7 +174,7 @@ class ToyEngine:
 
     def settle(self) -> None:
         end_s = time.monotonic() + WAIT_S
-        while self.requests:
+        while self.requests or not self.side.saves.is_idle:
             assert time.monotonic() < end_s, {name: request.state for name, request in self.requests.items()}
             self.step()
         done = threading.Event()
@@ -130,20 +183,13 @@ class ToyEngine:
         self.check()
 
     def abort(self, name: str) -> None:
-        request = self.requests[name]
-        is_loading = request.state == "loading"
-        request.state = "ended"
-        delay = self.side.finished(request, request.blocks)
-        if delay:
-            self.saving.add(name)
-        elif not is_loading:
-            self._release(request)
+        self._finish(self.requests[name])
 
     def check(self) -> None:
         self.side.check()
         held = self.side.coordinator.catalog.open_counts()
         assert held == {"leases": 0, "plans": 0, "draining": 0}, held
-        assert sorted(self.free) == list(range(1, BLOCKS))
+        assert sorted(self.pool.free) == list(range(1, BLOCKS))
 
     def close(self) -> None:
         for worker in self.workers:
@@ -153,118 +199,136 @@ class ToyEngine:
     # -- one step, in vLLM's order ----------------------------------------------------------------------
 
     def step(self) -> None:
-        running = [request for request in list(self.requests.values()) if self._admit(request)]
-        orders = self.side.take_orders()
-        outputs = [self._work(rank, worker, orders, running) for rank, worker in enumerate(self.workers)]
-        bad = set().union(*(errors for _, _, errors, _ in outputs))
-        for request in self.requests.values():
-            self._note_errors(request, bad)
+        scheduled = {}
+        for request in list(self.requests.values()):
+            if request.state == "running":
+                self._drop_skipped(request)
+            if self._admit(request):
+                rest = request.num_tokens - request.num_computed_tokens
+                scheduled[request.request_id] = min(rest, self.chunk)
+        orders = self.side.take_orders(scheduled, lambda name: self.requests[name].tables)
+        outputs = [self._work(rank, worker, orders, scheduled) for rank, worker in enumerate(self.workers)]
+        for name, count in scheduled.items():
+            self.requests[name].num_computed_tokens += count
+        self._note_failures(set().union(*(failed for _, failed, _, _ in outputs)))
+        self._note_errors(set().union(*(errors for _, _, errors, _ in outputs)), scheduled)
         reports = Reports()
         for *_, report in outputs:
             reports = reports.joined(report or Reports())
-        saved, loaded = self._on_all(0, outputs), self._on_all(1, outputs)
-        self.side.take_output(reports, loaded)
-        for name in loaded:
+        self._loaded_on.update(name for loaded, *_ in outputs for name in loaded)
+        everywhere = {name for name, count in self._loaded_on.items() if count == len(self.workers)}
+        self.side.take_output(reports, everywhere)
+        for name in everywhere:
+            del self._loaded_on[name]
             request = self.requests[name]
             if request.state == "ended":
                 self._release(request)
-            else:
-                request.state = "loaded"
-        for name in saved:
-            self.saving.discard(name)
-            self._release(self.requests[name])
-        for request in running:
-            if request.state == "running":
-                self._end(request)
+            elif request.num_computed_tokens:
+                request.state = "running"
+            else:  # vLLM gives the blocks back when a load brought nothing.
+                self._free(request)
+                request.state = "waiting"
+        for name in scheduled:
+            request = self.requests[name]
+            if request.state == "running" and request.num_computed_tokens == request.num_tokens:
+                request.num_output_tokens = 1
+                self._finish(request)
 
     def _admit(self, request: ToyRequest) -> bool:
         """Whether a request is computed in this step."""
-        if request.state == "loaded":
-            request.state = "running"
-            return True
         if request.state != "waiting":
-            return False
+            return request.state == "running"
         tokens, is_async = self.side.matched(request, 0)
         if tokens is None:
             return False
-        need = -(-request.num_tokens // TOKENS)
-        if need > len(self.free):
+        need, skipped = -(-request.num_tokens // TOKENS), [group.first_needed(tokens) // TOKENS for group in self.each]
+        if sum(need - gone for gone in skipped) > len(self.pool.free):
             return False
-        request.blocks, self.free = self.free[:need], self.free[need:]
-        self.side.allocated(request, request.blocks, tokens)
+        request.tables = [[0] * gone + self.pool.take(need - gone) for gone in skipped]
+        self.side.allocated(request, request.tables, tokens)
         request.num_computed_tokens = request.loaded_tokens = tokens
         assert sum(self.side.hit_sources(request).values()) == tokens
         request.state = "loading" if is_async else "running"
         return not is_async
 
-    def _work(self, rank: int, worker: WorkerSide, orders: Orders, running: list[ToyRequest]) -> tuple[Any, ...]:
+    @property
+    def each(self) -> tuple[Group, ...]:
+        return self.groups.each
+
+    def _drop_skipped(self, request: ToyRequest) -> None:
+        """Give back what no later token sees."""
+        for group, table in zip(self.each, request.tables, strict=bool(request.tables)):
+            for place in range(group.first_needed(request.num_computed_tokens) // TOKENS):
+                number, table[place] = table[place], 0
+                if number:
+                    self.pool.free_blocks([self.pool.blocks[number]])
+
+    def _work(self, rank: int, worker: WorkerSide, orders: Orders, scheduled: dict[str, int]) -> tuple[Any, ...]:
         worker.start_loads(orders)
         for layer in range(LAYERS):
             worker.wait_layer(f"layers.{layer}.attn")
         worker.settle()
-        worker.start_saves(orders)
-        saved, loaded = worker.take_finished()
         errors = worker.take_errors()
-        for request in running:
-            self._compute(rank, request, errors)
-        return saved, loaded, errors, worker.take_reports()
+        for name, count in scheduled.items():
+            self._compute(rank, self.requests[name], count, errors)
+        worker.start_saves(orders)
+        loaded, failed = worker.take_loaded()
+        return loaded, failed, errors | worker.take_errors(), worker.take_reports()
 
-    def _compute(self, rank: int, request: ToyRequest, errors: set[int]) -> None:
-        """Check what was loaded and not reported as bad, and fill in the rest."""
-        for place, digest in enumerate(request.block_hashes):
-            block = request.blocks[place]
-            if place * TOKENS < request.num_computed_tokens and block not in errors | request.errors:
-                assert self._is_right(rank, block, digest), f"{request.request_id}: wrong KV in block {place}"
-            else:
-                for layer in range(LAYERS):
-                    self.caches[rank][f"layers.{layer}.attn"][block] = content(digest, layer, rank)
+    def _compute(self, rank: int, request: ToyRequest, count: int, errors: set[int]) -> None:
+        """Check what the tokens see, and fill in their own."""
+        start, digests = request.num_computed_tokens, request.block_hashes
+        for group, table in zip(self.each, request.tables, strict=True):
+            for place in range(group.first_needed(start) // TOKENS, min(len(digests), (start + count) // TOKENS)):
+                if place >= start // TOKENS:
+                    for layer in group.layers:
+                        self.caches[rank][layer][table[place]] = content(digests[place], layer, rank)
+                elif table[place] not in errors:
+                    right = self._is_right(rank, group, table[place], digests[place])
+                    assert right, f"{request.request_id}: wrong KV in block {place} of {group}"
 
-    def _is_right(self, rank: int, block: int, digest: bytes) -> bool:
+    def _is_right(self, rank: int, group: Group, block: int, digest: bytes) -> bool:
         caches = self.caches[rank]
-        return all(
-            torch.equal(caches[f"layers.{layer}.attn"][block], content(digest, layer, rank)) for layer in range(LAYERS)
-        )
+        return all(torch.equal(caches[layer][block], content(digest, layer, rank)) for layer in group.layers)
 
-    def _note_errors(self, request: ToyRequest, bad: set[int]) -> None:
-        hit = [place for place, block in enumerate(request.blocks) if block in bad]
-        if hit and request.state in ("loading", "running"):
-            request.errors |= bad & set(request.blocks)
-            request.num_computed_tokens = min(request.num_computed_tokens, hit[0] * TOKENS)
-            request.loaded_tokens = request.num_computed_tokens
-            if request.state == "running":  # As vLLM: its tokens of this step do not count.
-                for rank in range(len(self.workers)):
-                    self._compute(rank, request, set())
+    def _note_failures(self, failed: set[str]) -> None:
+        """Loads that are to be computed as a whole."""
+        for name in failed:
+            request = self.requests[name]
+            assert not self.groups.is_plain and request.state in ("loading", "ended")
+            request.num_computed_tokens = request.loaded_tokens = 0
+            request.failures += 1
 
-    def _end(self, request: ToyRequest) -> None:
-        request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
-        request.state = "ended"
-        if self.side.finished(request, request.blocks):
-            self.saving.add(request.request_id)
-        else:
+    def _note_errors(self, bad: set[int], scheduled: dict[str, int]) -> None:
+        """As vLLM: a request goes back to its first bad block, and its tokens of this step do not count."""
+        assert not bad or self.groups.is_plain, "ids of blocks say nothing here"
+        for request in self.requests.values():
+            hit = [place for table in request.tables for place, block in enumerate(table) if block in bad]
+            if hit and request.state in ("loading", "running"):
+                request.num_computed_tokens = min(request.num_computed_tokens, hit[0] * TOKENS)
+                request.loaded_tokens = min(request.loaded_tokens, request.num_computed_tokens)
+
+    def _finish(self, request: ToyRequest) -> None:
+        is_loading, request.state = request.state == "loading", "ended"
+        if not is_loading:
+            self._drop_skipped(request)  # vLLM does so before it tells the connector.
+        self.side.finished(request, request.tables)
+        if not is_loading:
             self._release(request)
 
     def _release(self, request: ToyRequest) -> None:
-        self.free += request.blocks
-        request.blocks = []
+        self._free(request)
         del self.requests[request.request_id]
 
-    def _on_all(self, which: int, outputs: list[tuple[Any, ...]]) -> set[str]:
-        """Requests that every worker has reported by now."""
-        done = set()
-        for output in outputs:
-            for name in output[which]:
-                self._reports = getattr(self, "_reports", {})
-                count = self._reports.get((which, name), 0) + 1
-                self._reports[which, name] = count
-                if count == len(self.workers):
-                    del self._reports[which, name]
-                    done.add(name)
-        return done
+    def _free(self, request: ToyRequest) -> None:
+        numbers = [number for table in request.tables for number in table if number]
+        self.pool.free_blocks([self.pool.blocks[number] for number in numbers])
+        request.tables = []
 
 
-def content(digest: bytes, layer: int, rank: int) -> torch.Tensor:
+def content(digest: bytes, layer: str, rank: int) -> torch.Tensor:
     """The KV of a block."""
-    seed = int.from_bytes(digest[:6], "little") * 64 + layer * 8 + rank
+    seed = int.from_bytes(digest[:6], "little") * 64 + int(layer.split(".")[1]) * 8 + rank
     values = np.random.default_rng(seed).standard_normal((HEADS, TOKENS, CONTENT))
     return torch.from_numpy(values.astype(np.float32))
 

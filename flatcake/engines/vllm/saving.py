@@ -1,0 +1,151 @@
+"""Which blocks of a request are saved, and when; vLLM's blocks are held until their save is over.
+
+A request is saved as one turn when it has ended.  Where layers have windows, vLLM gives blocks back earlier: then
+what is computed is saved by the step that could be the last to have it, and the rest at the end.
+Write path:  [step], [finish] -> coordinator -> orders -> workers -> [settle]
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from flatcake.catalog import Refused
+from flatcake.coordinator import Coordinator
+from flatcake.engines.vllm.blockkeys import BlockKeys
+from flatcake.engines.vllm.changes import Changes
+from flatcake.engines.vllm.groups import BlockTables, Groups, first_whole, table_of
+from flatcake.engines.vllm.orders import SaveOrder
+from flatcake.engines.vllm.signals import EngineRequest, Sessions
+from flatcake.messages import Int64Array, KeyArray
+
+log = logging.getLogger(__name__)
+
+
+class BlockPool(Protocol):
+    """vLLM's blocks, counted by who uses them."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Held:
+    keys: KeyArray
+    blocks: list[Any]
+
+
+@dataclass(slots=True)
+class Saves:
+    """The saves of one engine.  For the scheduler's thread alone."""
+
+    coordinator: Coordinator
+    sessions: Sessions
+    block_keys: BlockKeys
+    groups: Groups
+    pool: BlockPool
+    changes: Changes | None = None
+    """Where somebody listens to KV events."""
+    _running: dict[str, EngineRequest] = field(default_factory=dict)
+    """Requests that may lose blocks while they run."""
+    _begun: dict[str, int] = field(default_factory=dict)
+    """By request: blocks of the store that are saved, or being saved."""
+    _held: dict[int, _Held] = field(default_factory=dict)
+    """By plan."""
+    _orders: list[SaveOrder] = field(default_factory=list)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way."""
+        return not self._held
+
+    def watch(self, request: EngineRequest) -> None:
+        """vLLM has blocks for a request, and computes it from now on."""
+        if self.groups.window_min:
+            self._running[request.request_id] = request
+
+    def step(self, scheduled: Mapping[str, int], tables_of: Callable[[str], BlockTables]) -> None:
+        """Save what may be given back before the next step, after this one has computed it.
+
+        Args:
+            scheduled: Tokens that this step computes, by request.
+            tables_of: vLLM's lists of a request's blocks.
+        """
+        if not self.groups.window_min:
+            return
+        for name, count in scheduled.items():
+            request = self._running.get(name)
+            if request is None:
+                continue
+            tokens = request.num_computed_tokens + count
+            begun, sizes = self._begun.get(name, 0), self.block_keys.sizes
+            if begun * sizes.store + sizes.engine <= tokens - self.groups.window_min + 1:
+                # Tokens that are known by now are final; those behind them may be guesses.
+                self._save(request, tables_of(name), min(tokens, request.num_tokens))
+
+    def finish(self, request: EngineRequest, tables: BlockTables) -> None:
+        """A request has ended: save what is not saved yet."""
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        full = self._save(request, tables, computed)
+        self.sessions.finish(self.sessions.name(request), request, full)
+        self.forget(request.request_id)
+
+    def forget(self, name: str) -> None:
+        """A request is gone; saves under way go on."""
+        self._running.pop(name, None)
+        self._begun.pop(name, None)
+
+    def take_orders(self) -> list[SaveOrder]:
+        """What was begun since the last call."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def settle(self) -> None:
+        """Give vLLM its blocks back, of saves that are over."""
+        for _ in range(len(self.coordinator.ended)):
+            held = self._held.pop(self.coordinator.ended.popleft().plan_id, None)
+            if held is not None:
+                self.pool.free_blocks(held.blocks[::-1])  # The last ones are the first to be evicted.
+                if self.changes is not None:
+                    self.changes.forget(held.keys)
+
+    # -- private ----------------------------------------------------------------------------------------
+
+    def _save(self, request: EngineRequest, tables: BlockTables, tokens: int) -> int:
+        """Begin to save the first `tokens` tokens; returns vLLM's full blocks among them."""
+        sizes = self.block_keys.sizes
+        full = min(tokens // sizes.engine, len(request.block_hashes), *(len(blocks) for blocks in tables))
+        blocks = full // sizes.ratio
+        table = table_of(tables, blocks * sizes.ratio)
+        begun = self._begun.get(request.request_id, 0)
+        first_block = max(begun, -(-first_whole(table) // sizes.ratio))
+        if first_block >= blocks:
+            return full
+        keys = self.block_keys.keys(request, blocks)
+        if first_block > begun and self.coordinator.match(keys[:first_block]).blocks < first_block:
+            self.coordinator.counts["save_blocks_left_window"] += blocks - first_block
+            return full
+        session = self.sessions.name(request)
+        turn = replace(self.sessions.turn(session, request, request.num_tokens), first_block=first_block)
+        plan = self.coordinator.begin_save(session, keys, turn)
+        if isinstance(plan, Refused):
+            log.info("save of %s refused: %s", request.request_id, plan.reason)
+            return full
+        self._begun[request.request_id] = blocks
+        if len(plan.runs):
+            table[:, : first_block * sizes.ratio] = -1
+            self._hold(plan.plan_id, keys, table)
+            self._orders.append(SaveOrder(request_id=request.request_id, plan=plan, blocks=table))
+            if self.changes is not None:
+                self.changes.expect(keys, self.block_keys.digests(request, blocks), request, session)
+        return full
+
+    def _hold(self, plan_id: int, keys: KeyArray, table: Int64Array) -> None:
+        blocks = [self.pool.blocks[number] for number in np.unique(table[table >= 0]).tolist()]
+        self.pool.touch(blocks)
+        self._held[plan_id] = _Held(keys, blocks)
