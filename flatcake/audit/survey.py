@@ -117,10 +117,7 @@ def _judge_rows(found: Found, rows: RowFacts, problems: list[str], notes: list[s
         if rows.state is not None or rows.bad_rows or has_rows:
             problems.append("the manifest does not say what its blocks look like; open the store once")
         return
-    problems += [
-        f"{path}: header and manifest tell of different stores: the next open finds nothing"
-        for path in _strangers(found, about)
-    ]
+    problems += [f"{path}: header and manifest tell of different stores" for path in _strangers(found, about)]
     closed = rows.state is not None and rows.state.was_closed
     if has_rows and not about.verify and found.owner is None:
         if found.is_engine:
