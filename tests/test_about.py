@@ -62,7 +62,7 @@ def test_what_was_written_before_there_were_ranks_is_read() -> None:
 
 
 def test_uneven_ranks_are_none() -> None:
-    for ranks in (RANKS[:1] + (RankHomes(1, ()),), (RankHomes(0, ("/a",)),)):
+    for ranks in ((RANKS[0], RankHomes(1, ())), (RankHomes(0, ("/a",)),)):
         assert decode_about(encode_about(replace(ABOUT, ranks=ranks))) is None
     assert decode_about(encode_about(replace(ABOUT, directories=()))) is None
 

@@ -271,6 +271,16 @@ def test_several_directories_by_the_first_or_all_in_order(tmp_path: Path, capsys
     assert code == 0 and store["outcomes"]["good"] == ALL - 1
 
 
+def test_a_rank_on_another_disk_is_found_by_its_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "fc").mkdir()
+    (tmp_path / "fc/rank-1").symlink_to(tmp_path / "disk")
+    Kept(tmp_path / "fc")
+    code, (store,) = called(capsys, "verify", str(tmp_path / "fc"))
+    assert code == 0 and store["directories"] == [f"{tmp_path}/fc/rank-0", f"{tmp_path}/disk"]
+    assert store["outcomes"]["good"] == ALL and not store["notes"]
+
+
 def test_some_but_not_all_directories_are_a_mistake(tmp_path: Path) -> None:
     homes = [tmp_path / name for name in "abc"]
     Kept(homes)
