@@ -262,6 +262,9 @@ def test_several_directories_by_the_first_or_all_in_order(tmp_path: Path, capsys
     kept.flip(1, session, block)
     code, (store,) = called(capsys, "verify", str(homes[0]), "--drop")
     assert code == 1 and reasons(store) == {digest(session): {"rank 1: checksum": 1}} and store["dropped_blocks"] == 1
+    files = FaultyFiles()
+    with claimed(files, [str(homes[0])]):
+        assert files.calls["lock"] == 4, "those that the manifest alone names are locked too"
     for home in homes:
         home.rename(home.with_name(f"moved {home.name}"))
     moved = [home.with_name(f"moved {home.name}") for home in homes]
