@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from flatcake.about import About, RankHomes, encode_about
 from flatcake.assemble import open_catalog
 from flatcake.catalog import Catalog, Refused
 from flatcake.clock import Clock, MonotonicClock
@@ -24,10 +25,9 @@ from flatcake.hits import Lease, Match
 from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.scribe import Scribe
 from flatcake.io.seam import Files
-from flatcake.keys import FORMAT_VERSION, Identity
+from flatcake.keys import Identity
 from flatcake.layout import LaneTable
 from flatcake.ledger import Outcome
-from flatcake.manifest import origin_digest
 from flatcake.messages import Completion, KeyArray, Plan, PlanKind, RankStart
 from flatcake.placement import Placement, Turn
 from flatcake.units import MS, SECOND
@@ -185,23 +185,22 @@ def open_coordinator(
         placement, files: As for `assemble.open_store`.
 
     Raises:
-        ShapeError: The ranks differ in geometry or in the size of their files.
+        ShapeError: The ranks differ in geometry, in the size of their files or in the number of directories.
         OwnershipError, CapacityError: The manifest may not be read or written.
     """
     files, clock, first = files or Files(), MonotonicClock(), starts[0]
     for start in starts:
-        same = (start.geometry, start.pool_file_bytes, start.verifies)
-        if same != (first.geometry, first.pool_file_bytes, first.verifies):
+        same = (start.geometry, start.pool_file_bytes, start.verifies, len(start.directories))
+        if same != (first.geometry, first.pool_file_bytes, first.verifies, len(first.directories)):
             raise ShapeError(f"rank {start.rank}: other geometry or settings than rank {first.rank}; expected the same")
     identity = replace(identity, layout=f"{identity.layout}/{first.geometry.fingerprint()}")
     catalog = open_catalog(config, first.geometry, placement)
     manifest = None
     if first.pool_file_bytes:
         files.make_directory(home)
-        facts = (first.pool_file_bytes, len(config.directories), len(starts), FORMAT_VERSION)
+        about = _about(config, identity, starts)
         pieces: list[int] = LaneTable.of(first.geometry).piece_bytes.tolist()
-        origin = origin_digest(identity.digest(), *facts)
-        manifest = ManifestDB(files, f"{home}/{MANIFEST}", origin, piece_bytes=pieces)
+        manifest = ManifestDB(files, f"{home}/{MANIFEST}", about.origin(), encode_about(about), pieces)
         try:
             _reopen(catalog, manifest, all(start.pool_kept and start.verifies for start in starts), clock)
         except BaseException:
@@ -211,6 +210,21 @@ def open_coordinator(
     for start in starts:
         catalog.rank_started(start.rank, start.epoch)
     return Coordinator(catalog, manifest, identity=identity, geometry=first.geometry, config=config, clock=clock)
+
+
+def _about(config: StoreConfig, identity: Identity, starts: Sequence[RankStart]) -> About:
+    """What the manifest says of the store, for whoever looks at its directories later."""
+    first = starts[0]
+    return About(
+        identity=identity,
+        geometry=first.geometry,
+        pool_file_bytes=first.pool_file_bytes,
+        directories=first.directories,
+        rank=first.rank,
+        dram_bytes=config.capacity.dram_bytes_max,
+        verify=first.verifies,
+        ranks=tuple(RankHomes(start.rank, start.directories) for start in starts),
+    )
 
 
 def _reopen(catalog: Catalog, manifest: ManifestDB, is_same: bool, clock: Clock) -> None:

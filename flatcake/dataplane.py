@@ -179,6 +179,7 @@ class DataPlane:
             geometry=self._geometry,
             pool_kept=parts.pool is not None and parts.pool.kept,
             pool_file_bytes=parts.pool.file_bytes if parts.pool is not None else 0,
+            directories=parts.pool.homes if parts.pool is not None else (),
             verifies=parts.verify,
             window_slots=parts.window.slots,
             slot_bytes=parts.window.slot_bytes,

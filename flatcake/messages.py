@@ -94,6 +94,8 @@ class RankStart:
     """Whether the files of an earlier run are still in their places, so that what was written about them may hold."""
     pool_file_bytes: int
     """0 without an SSD pool."""
+    directories: tuple[str, ...]
+    """Of that pool, without symbolic links; empty without one."""
     verifies: bool
     """Whether restored bytes are compared with their checksums."""
     window_slots: int

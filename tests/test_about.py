@@ -1,9 +1,11 @@
 """What a manifest says of its store: it comes back whole, or not at all."""
 
+import hashlib
+import json
 import random
 from dataclasses import replace
 
-from flatcake.about import About, decode_about, encode_about
+from flatcake.about import About, RankHomes, decode_about, encode_about
 from flatcake.geometry import Component, Geometry
 from flatcake.keys import FORMAT_VERSION, Identity
 from flatcake.manifest import origin_digest
@@ -24,10 +26,16 @@ ABOUT = About(
     dram_bytes=1 << 33,
     verify=True,
 )
+RANKS = tuple(RankHomes(rank, (f"/a/{rank}", f"/b/{rank}")) for rank in range(4))
 
 
 def test_it_comes_back_as_it_was() -> None:
-    for about in (ABOUT, replace(ABOUT, verify=False, dram_bytes=0), replace(ABOUT, directories=("/odd\udcff",))):
+    for about in (
+        ABOUT,
+        replace(ABOUT, verify=False, dram_bytes=0),
+        replace(ABOUT, directories=("/odd\udcff",)),
+        replace(ABOUT, ranks=RANKS),
+    ):
         found = decode_about(encode_about(about))
         assert found == about and found.geometry.fingerprint() == GEOMETRY.fingerprint()
 
@@ -37,6 +45,26 @@ def test_its_origin_is_that_of_the_rows() -> None:
     changes = ({"rank": 4}, {"pool_file_bytes": 1 << 29}, {"directories": ("/a",)})
     assert len({ABOUT.origin(), *(replace(ABOUT, **change).origin() for change in changes)}) == 4  # type: ignore[arg-type]
     assert replace(ABOUT, directories=("/moved", "/elsewhere")).origin() == ABOUT.origin()
+
+
+def test_under_a_coordinator_the_number_of_ranks_counts() -> None:
+    about = replace(ABOUT, ranks=RANKS, rank=0, directories=RANKS[0].directories)
+    assert about.origin() == origin_digest(IDENTITY.digest(), 1 << 30, 2, 4, FORMAT_VERSION)
+    assert about.homes == RANKS and ABOUT.homes == (RankHomes(3, ABOUT.directories),)
+
+
+def test_what_was_written_before_there_were_ranks_is_read() -> None:
+    text = json.loads(encode_about(ABOUT)[16:])
+    del text["ranks"]
+    body = json.dumps(text).encode()
+    digest = hashlib.blake2b(body, digest_size=16, key=ABOUT.origin(), person=b"flatcake.about").digest()
+    assert decode_about(digest + body) == ABOUT
+
+
+def test_uneven_ranks_are_none() -> None:
+    for ranks in ((RANKS[0], RankHomes(1, ())), (RankHomes(0, ("/a",)),)):
+        assert decode_about(encode_about(replace(ABOUT, ranks=ranks))) is None
+    assert decode_about(encode_about(replace(ABOUT, directories=()))) is None
 
 
 def test_damage_of_any_kind_is_none() -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 import queue
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flatcake.about import RankHomes, decode_about
 from flatcake.assemble import open_dataplane
 from flatcake.catalog import Refused
 from flatcake.clock import MonotonicClock
@@ -17,9 +19,12 @@ from flatcake.config import StoreConfig
 from flatcake.coordinator import Coordinator, open_coordinator
 from flatcake.dataplane import DataPlane
 from flatcake.errors import ShapeError
+from flatcake.io.manifestdb import MANIFEST
 from flatcake.io.seam import Files
-from flatcake.keys import chain
+from flatcake.keys import FORMAT_VERSION, chain
+from flatcake.manifest import decode_rows, origin_digest
 from flatcake.messages import Completion, KeyArray, Plan
+from flatcake.tenancy import ABOUT_NUMBER
 from tests.stores import ONE_SHOT, WAIT_NS, WAIT_S, Memory, make_config, make_identity, make_tokens, simple_layout
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -128,6 +133,28 @@ def test_found_again_if_every_rank_is_as_it_was(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_rows_are_keyed_as_ever_and_the_manifest_says_what_it_is_of(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    keys, identity = ranks.keys("a", 5), ranks.coordinator.identity
+    ranks.save("s", keys)
+    ranks.close()
+    path, file_bytes = tmp_path / "catalog" / MANIFEST, ranks.config.capacity.pool_file_bytes
+    origin = origin_digest(identity.digest(), file_bytes, 1, 2, FORMAT_VERSION)
+    database = sqlite3.connect(path)
+    with database:
+        (row,) = database.execute("SELECT number, body FROM turns").fetchall()
+        ((body,),) = database.execute("SELECT body FROM state WHERE number = ?", (ABOUT_NUMBER,)).fetchall()
+        database.execute("DELETE FROM state WHERE number = ?", (ABOUT_NUMBER,))  # As it was before.
+    database.close()
+    assert decode_rows([row], origin)[1] == []
+    about = decode_about(body)
+    assert about is not None and about.origin() == origin and about.identity == identity
+    assert about.ranks == tuple(RankHomes(rank, (f"{tmp_path}/rank-{rank}",)) for rank in range(2))
+    ranks = Ranks(tmp_path)
+    assert ranks.coordinator.match(keys).blocks == 5
+    ranks.close()
+
+
 def test_saves_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, io={"saves_max": 1})
     plan = ranks.begin("a", ranks.keys("a", 2))
@@ -168,6 +195,8 @@ def test_reports_after_close_do_nothing(tmp_path: Path) -> None:
 def test_ranks_that_differ_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     starts = [plane.start_report() for plane in ranks.planes]
     other = replace(starts[1], geometry=replace(starts[1].geometry, dtype="other"))
-    with pytest.raises(ShapeError, match="rank 1: other geometry or settings than rank 0"):
-        identity = make_identity(ranks.memories[0])
-        open_coordinator(ranks.config, identity, [starts[0], other], str(tmp_path / "catalog"))
+    fewer = replace(starts[1], directories=())
+    for start in (other, fewer):
+        with pytest.raises(ShapeError, match="rank 1: other geometry or settings than rank 0"):
+            identity = make_identity(ranks.memories[0])
+            open_coordinator(ranks.config, identity, [starts[0], start], str(tmp_path / "catalog"))

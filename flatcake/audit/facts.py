@@ -6,6 +6,7 @@ Pure.  `audit.home` and `audit.rows` fill them in from files, `audit.survey` fro
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from flatcake.about import About
 from flatcake.gva import Medium
@@ -15,10 +16,12 @@ from flatcake.manifest import State, Stored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeFacts:
-    """One directory."""
+    """One directory: of a pool, or of a manifest alone."""
 
     path: str
     """Without symbolic links."""
+    has_pool: bool
+    """Whether a header or a lock is there."""
     header: Header | None
     """None where it is missing, damaged, or says what cannot be."""
     owner: str | None
@@ -27,7 +30,7 @@ class HomeFacts:
     """Files of the pool that are there, of any size."""
     pool_bytes: int
     faults: tuple[str, ...]
-    """What is wrong with the header or a pool file: with any of these the next open finds nothing."""
+    """What is wrong with the directory, the header or a pool file: with any of these the next open finds nothing."""
     missing_files: frozenset[int] = frozenset()
     """Numbers of the pool files that should be here and are not."""
     has_manifest: bool
@@ -131,24 +134,73 @@ class Survey:
     """Rows that it would leave out, by reason."""
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class StoreFacts:
-    """One store of one rank, or a further directory of one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """One rank's pool."""
 
+    rank: int
     homes: tuple[HomeFacts, ...]
-    rows: RowFacts | None
-    """None where there is no manifest."""
-    survey: Survey | None
-    """None where the manifest does not say what the blocks look like."""
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    """Its directories, in order."""
+
+    @property
+    def header(self) -> Header | None:
+        """Of the first directory."""
+        return self.homes[0].header
 
     @property
     def owner(self) -> str | None:
         """Who has it open now."""
         return next((home.owner for home in self.homes if home.owner is not None), None)
 
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Found:
+    """The directories of one store, and what its manifest holds."""
+
+    path: str
+    """The directory that stands for it: the first one of a store in one process, or an engine's."""
+    is_engine: bool
+    """Whether a coordinator keeps the manifest, in a directory of its own; else the sole rank does."""
+    catalog: HomeFacts
+    """The manifest's directory."""
+    ranks: tuple[RankFacts, ...]
+    rows: RowFacts | None
+    """None where there is no manifest."""
+    unused: tuple[HomeFacts, ...] = ()
+    """Directories of ranks that the last run did not have."""
+
+    @property
+    def homes(self) -> tuple[HomeFacts, ...]:
+        """All directories of all ranks."""
+        return tuple(chain.from_iterable(rank.homes for rank in self.ranks))
+
+    @property
+    def header(self) -> Header | None:
+        """Of the first rank that has one."""
+        return next((rank.header for rank in self.ranks if rank.header is not None), None)
+
+    @property
+    def about(self) -> About | None:
+        """What the manifest says of the store."""
+        return self.rows.about if self.rows is not None else None
+
+    @property
+    def owner(self) -> str | None:
+        """Who has it open now."""
+        return next((home.owner for home in (*self.homes, self.catalog) if home.owner is not None), None)
+
     @property
     def is_further(self) -> bool:
         """Whether the first directory, which has the manifest, is another one."""
-        return self.homes[0].header is not None and self.homes[0].header.directory > 0
+        return self.header is not None and self.header.directory > 0
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class StoreFacts:
+    """Everything that is said of one store."""
+
+    found: Found
+    survey: Survey | None
+    """None where the manifest does not say what the blocks look like."""
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]

@@ -16,9 +16,7 @@ from flatcake.io.seam import Files
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "directory", nargs="+", metavar="DIRECTORY", help="first directory of a store, of one rank; or all, in order"
-    )
+    parser.add_argument("directory", nargs="+", metavar="DIRECTORY", help="first directory of a store, or all in order")
     parser.add_argument("--all", action="store_true", help="all scopes instead of the largest")
     parser.add_argument("--json", action="store_true", help="one JSON object, on one line, with all scopes")
 
@@ -26,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look, report, and return the exit code."""
     files = Files()
-    stores = [describe(files, homes) for homes in group(files, args.directory)]
+    stores = [describe(files, roots) for roots in group(files, args.directory)]
     if args.json:
         body = {"version": __version__, "stores": [as_mapping(store) for store in stores]}
         sys.stdout.write(json.dumps(body) + "\n")

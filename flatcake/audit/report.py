@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from flatcake.about import About
-from flatcake.audit.facts import HomeFacts, MediumFacts, RowFacts, ScopeFacts, StoreFacts
+from flatcake.audit.facts import Found, HomeFacts, MediumFacts, RankFacts, RowFacts, ScopeFacts, StoreFacts
+from flatcake.io.pooldir import Header
 from flatcake.units import format_bytes
 
 SCOPES_SHOWN = 20
@@ -17,15 +18,17 @@ _Row = Sequence[str]
 
 def as_mapping(store: StoreFacts) -> dict[str, object]:
     """Everything as nested plain values; absent facts are None."""
-    first, rows, about = store.homes[0], store.rows, store.rows.about if store.rows is not None else None
+    found, about = store.found, store.found.about
     return {
-        "path": first.path,
-        "owner": store.owner,
-        "format": asdict(first.header) if first.header is not None else None,
+        "path": found.path,
+        "catalog": found.catalog.path,
+        "owner": found.owner,
+        "format": _header(found.header),
         "identity": asdict(about.identity) if about is not None else None,
         "geometry": _geometry(about) if about is not None else None,
-        "directories": [_directory(home) for home in store.homes],
-        "manifest": _manifest(first, rows, store) if rows is not None else None,
+        "ranks": [_rank(rank) for rank in found.ranks],
+        "directories": [_directory(home, rank) for rank in found.ranks for home in rank.homes],
+        "manifest": _manifest(found.catalog, found.rows, store) if found.rows is not None else None,
         "media": [_medium(medium) for medium in store.survey.media] if store.survey is not None else None,
         "scopes": [_scope(scope) for scope in store.survey.scopes] if store.survey is not None else None,
         "problems": list(store.problems),
@@ -38,6 +41,9 @@ def as_text(store: StoreFacts, *, scopes_max: int | None = SCOPES_SHOWN) -> str:
     facts = list(_facts(store))
     width = max(len(label) for label, _ in facts)
     lines = [f"{label:{width}}  {value}" for label, value in facts]
+    if store.found.is_engine and store.found.ranks:
+        rows = [_rank_row(rank, home) for rank in store.found.ranks for home in rank.homes]
+        lines += ["", *columns([_RANKS, *rows], text=4)]
     if store.survey is not None:
         lines += ["", *columns([_MEDIA, *map(_medium_row, store.survey.media)], text=1)]
         scopes = store.survey.scopes[:scopes_max]
@@ -62,6 +68,7 @@ def columns(rows: Sequence[_Row], *, text: int) -> list[str]:
     return lines
 
 
+_RANKS: _Row = ("rank", "directory", "state", "geometry", "files", "of", "bytes")
 _MEDIA: _Row = (
     "medium",
     "size",
@@ -103,23 +110,30 @@ def kind_label(session: str | None) -> str:
 
 
 def _facts(store: StoreFacts) -> Iterator[tuple[str, str]]:
-    first, rows = store.homes[0], store.rows
-    yield "directory", first.path
-    for home in store.homes[1:]:
-        yield "and", home.path
-    yield "owner", store.owner or "none: no process has it open"
-    if first.header is not None:
-        header = first.header
-        yield "format", f"version {header.version}, rank {header.rank}"
+    found = store.found
+    yield "directory", found.path
+    if found.is_engine:
+        yield "catalog", found.catalog.path
+    else:
+        for home in found.homes[1:]:
+            yield "and", home.path
+    yield "owner", found.owner or "none: no process has it open"
+    if (header := found.header) is not None:
+        several = ", ".join(str(rank.rank) for rank in found.ranks)
+        which = f"{len(found.ranks)} ranks: {several}" if len(found.ranks) > 1 else f"rank {header.rank}"
+        yield "format", f"version {header.version}, {which}"
         size_bytes = header.files * header.pool_file_bytes
-        yield "pool", f"{header.files} files of {format_bytes(header.pool_file_bytes)}, {format_bytes(size_bytes)}"
-    about = rows.about if rows is not None else None
+        each = " on each rank" if len(found.ranks) > 1 else ""
+        pool = f"{header.files} files of {format_bytes(header.pool_file_bytes)}, {format_bytes(size_bytes)}"
+        yield "pool", pool + each
+    about = found.about
     if about is not None:
         yield "identity", ", ".join(f"{name} {value}" for name, value in asdict(about.identity).items())
         yield "geometry", _geometry_text(about)
-    if rows is not None:
-        yield "manifest", _manifest_text(first, rows, store)
-    yield "DRAM dump", format_bytes(first.dump_bytes) if first.dump_bytes is not None else "none"
+    if found.rows is not None:
+        yield "manifest", _manifest_text(found, found.rows)
+    dump_bytes = found.catalog.dump_bytes
+    yield "DRAM dump", format_bytes(dump_bytes) if dump_bytes is not None else "none"
 
 
 def _geometry_text(about: About) -> str:
@@ -129,10 +143,24 @@ def _geometry_text(about: About) -> str:
     return f"{shape.layer_count} layers, {blocks}, {format_bytes(shape.block_bytes)} a block, {padding:.1%} of padding"
 
 
-def _manifest_text(home: HomeFacts, rows: RowFacts, store: StoreFacts) -> str:
+def _rank_row(rank: RankFacts, home: HomeFacts) -> _Row:
+    header = home.header
+    state = home.faults[0] if home.faults else "in use" if home.owner is not None else "sound"
+    return (
+        str(rank.rank),
+        home.path,
+        state if len(home.faults) < 2 else f"{state}, and {len(home.faults) - 1} more",
+        header.geometry[:12] if header is not None else "-",
+        str(home.pool_files),
+        format_bytes(header.pool_file_bytes) if header is not None else "-",
+        format_bytes(home.pool_bytes),
+    )
+
+
+def _manifest_text(found: Found, rows: RowFacts) -> str:
     blocks = int(rows.stored.block_counts.sum())
-    size = format_bytes((home.manifest_bytes or 0) + home.log_bytes)
-    how = "in use" if store.owner is not None else "closed" if rows.state and rows.state.was_closed else "not closed"
+    size = format_bytes((found.catalog.manifest_bytes or 0) + found.catalog.log_bytes)
+    how = "in use" if found.owner is not None else "closed" if rows.state and rows.state.was_closed else "not closed"
     return f"{how}; {len(rows.stored)} turns, {blocks} blocks, generation {rows.stored.generation}; {size}"
 
 
@@ -172,9 +200,23 @@ def _scope_row(scope: ScopeFacts) -> _Row:
     )
 
 
-def _directory(home: HomeFacts) -> dict[str, object]:
+def _rank(rank: RankFacts) -> dict[str, object]:
+    return {"rank": rank.rank, "owner": rank.owner, "directories": [home.path for home in rank.homes]}
+
+
+def _directory(home: HomeFacts, rank: RankFacts) -> dict[str, object]:
     names = ("path", "pool_files", "pool_bytes", "manifest_bytes", "log_bytes", "dump_bytes")
-    return {**{name: getattr(home, name) for name in names}, "faults": list(home.faults), "aside": list(home.aside)}
+    return {
+        "rank": rank.rank,
+        "format": _header(home.header),
+        **{name: getattr(home, name) for name in names},
+        "faults": list(home.faults),
+        "aside": list(home.aside),
+    }
+
+
+def _header(header: Header | None) -> dict[str, object] | None:
+    return asdict(header) if header is not None else None
 
 
 def _geometry(about: About) -> dict[str, object]:
@@ -192,8 +234,11 @@ def _geometry(about: About) -> dict[str, object]:
     }
 
 
-def _manifest(home: HomeFacts, rows: RowFacts, store: StoreFacts) -> dict[str, object]:
+def _manifest(catalog: HomeFacts, rows: RowFacts, store: StoreFacts) -> dict[str, object]:
     return {
+        "manifest_bytes": catalog.manifest_bytes,
+        "log_bytes": catalog.log_bytes,
+        "aside": list(catalog.aside),
         "closed": rows.state.was_closed if rows.state is not None else None,
         "turns": len(rows.stored),
         "blocks": int(rows.stored.block_counts.sum()),

@@ -4,12 +4,12 @@ Pure.  The catalog is rebuilt by the same code as at open, so what is shown is w
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from flatcake.about import About
-from flatcake.audit.facts import HomeFacts, MediumFacts, RowFacts, ScopeFacts, Survey
+from flatcake.audit.facts import Found, MediumFacts, RankFacts, RowFacts, ScopeFacts, Survey
 from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Geometry
 from flatcake.gva import Medium
@@ -20,6 +20,7 @@ from flatcake.prefix import prefix_of
 from flatcake.reopen import rebuild
 from flatcake.scopes import Scope
 from flatcake.space import Space, Watermarks
+from flatcake.units import format_bytes
 
 _PREFIX = "reopen: "
 """Of the counters that say what an open leaves out."""
@@ -53,14 +54,14 @@ def rebuilt(about: About, pool_files: int, stored: Stored) -> tuple[Space, Count
     return space, Counter(left_out), dropped
 
 
-def survey(about: About, pool_files: int, stored: Stored, *, is_open: bool) -> Survey:
+def survey(about: About, pool_files: int, stored: Stored, *, hides_dram: bool) -> Survey:
     """Describe every scope and medium.
 
     Args:
         about: What the store is.
         pool_files: How many files its pool has.
         stored: Rows of its manifest.
-        is_open: Whether a process has it open; DRAM is in that process then.
+        hides_dram: Whether what is in DRAM is known to other processes alone.
     """
     space, left_out, dropped = rebuilt(about, pool_files, stored)
     turns = Counter(stored.scopes[~np.isin(stored.numbers, dropped)].tolist())
@@ -69,62 +70,80 @@ def survey(about: About, pool_files: int, stored: Stored, *, is_open: bool) -> S
     scopes = [_scope(scope, space, turns[scope.scope_id], use.get(scope.scope_id)) for scope in space.scopes]
     scopes.sort(key=lambda scope: (-scope.extent_bytes, scope.scope_id))
     shown = [table for medium, table in space.tables.items() if table.ranges.size_bytes]
-    if is_open:
+    if hides_dram:
         shown = [table for table in shown if table.medium is Medium.SSD]
     media = tuple(_medium(table, about.geometry, scopes) for table in shown)
     return Survey(media=media, scopes=tuple(scopes), left_out=left_out)
 
 
-def pool_files(homes: Iterable[HomeFacts]) -> int:
-    """How many files the pool has over all directories: as the header says, else as many as there are."""
-    facts = tuple(homes)
-    header = facts[0].header
-    return header.files if header is not None else max(1, sum(home.pool_files for home in facts))
+def pool_files(ranks: Iterable[RankFacts]) -> int:
+    """How many files a rank's pool has over all directories: as a header says, else as many as there are."""
+    facts = tuple(ranks)
+    header = next((rank.header for rank in facts if rank.header is not None), None)
+    if header is not None:
+        return header.files
+    return max([1, *(sum(home.pool_files for home in rank.homes) for rank in facts)])
 
 
-def find_problems(homes: tuple[HomeFacts, ...], rows: RowFacts | None) -> tuple[list[str], list[str]]:
+def find_problems(found: Found) -> tuple[list[str], list[str]]:
     """What is wrong with a store, and what there is to know of it besides."""
-    problems = [f"{home.path}: {fault}: the next open finds nothing" for home in homes for fault in home.faults]
-    notes = [f"{home.path}: {name}: set aside by an earlier open" for home in homes for name in home.aside]
-    first = homes[0]
-    if first.header is not None and first.header.directory > 0:
-        notes.append(
-            f"directory {first.header.directory + 1} of {first.header.directories}: the first has the manifest"
-        )
-    elif rows is None:
-        what = "the manifest is no regular file" if first.has_manifest else "there is no manifest"
+    places = {home.path: home for home in (*found.homes, found.catalog)}.values()
+    problems = [f"{home.path}: {fault}: the next open finds nothing" for home in places for fault in home.faults]
+    notes = [f"{home.path}: {name}: set aside by an earlier open" for home in places for name in home.aside]
+    for home in found.unused:
+        notes.append(f"{home.path}: the last run had no such rank; {format_bytes(home.pool_bytes)} in pool files")
+    header = found.header
+    if header is not None and header.directory > 0:
+        notes.append(f"directory {header.directory + 1} of {header.directories}: the first has the manifest")
+    elif found.rows is None:
+        what = "the manifest is no regular file" if found.catalog.has_manifest else "there is no manifest"
         problems.append(f"{what}: the next open finds nothing")
     else:
-        _judge_rows(first, rows, problems, notes)
+        _judge_rows(found, found.rows, problems, notes)
     return problems, notes
 
 
-def _judge_rows(home: HomeFacts, rows: RowFacts, problems: list[str], notes: list[str]) -> None:
+def _judge_rows(found: Found, rows: RowFacts, problems: list[str], notes: list[str]) -> None:
     if rows.damages:
         problems.append(f"the manifest is damaged; {len(rows.stored)} of its turns can be read")
     if rows.origin is None and rows.bad_rows:
         problems.append(f"nothing says whose {rows.bad_rows} turns of the manifest are")
     elif rows.bad_rows:
         problems.append(f"{rows.bad_rows} turns of the manifest are damaged, or another store's")
-    if rows.about is None and (rows.state is not None or rows.bad_rows or len(rows.stored)):
-        problems.append("the manifest does not say what its blocks look like; open the store once")
     if not rows.is_steady:
         notes.append("the manifest was being written all the time: figures are of different moments")
-    if rows.about is not None and not _is_same(home, rows.about):
-        problems.append("header and manifest tell of different stores: the next open finds nothing")
+    about, has_rows = rows.about, bool(len(rows.stored))
+    if about is None:
+        if rows.state is not None or rows.bad_rows or has_rows:
+            problems.append("the manifest does not say what its blocks look like; open the store once")
+        return
+    problems += [f"{path}: header and manifest tell of different stores" for path in _strangers(found, about)]
     closed = rows.state is not None and rows.state.was_closed
-    if rows.about is not None and not rows.about.verify and not closed and home.owner is None and len(rows.stored):
-        problems.append("not closed, and without checksums (io.verify): the next open finds nothing")
+    if has_rows and not about.verify and found.owner is None:
+        if found.is_engine:
+            problems.append("without checksums (io.verify) an engine's next open finds nothing")
+        elif not closed:
+            problems.append("not closed, and without checksums (io.verify): the next open finds nothing")
 
 
-def _is_same(home: HomeFacts, about: About) -> bool:
-    header = home.header
-    return header is None or (
-        header.geometry == about.geometry.fingerprint()
-        and header.rank == about.rank
-        and header.pool_file_bytes == about.pool_file_bytes
-        and header.directories == len(about.directories)
-    )
+def _strangers(found: Found, about: About) -> Iterator[str]:
+    """Directories with the header of another pool than the manifest tells of."""
+    if found.is_engine != bool(about.ranks):
+        yield found.catalog.path
+    count = pool_files(found.ranks)
+    for rank in found.ranks:
+        for place, home in enumerate(rank.homes):
+            header = home.header
+            wanted = {
+                "geometry": about.geometry.fingerprint(),
+                "rank": rank.rank,
+                "pool_file_bytes": about.pool_file_bytes,
+                "files": count,
+                "directory": place,
+                "directories": len(about.directories),
+            }
+            if header is not None and any(getattr(header, name) != value for name, value in wanted.items()):
+                yield home.path
 
 
 def _scope(scope: Scope, space: Space, turns: int, use: int | None) -> ScopeFacts:

@@ -29,11 +29,24 @@ class ScopeTally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankTally:
+    """The blocks on one rank."""
+
+    rank: int
+    directories: tuple[str, ...]
+    counts: Mapping[Verdict, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
     """One store that was read from end to end."""
 
     path: str
+    catalog: str
+    """The manifest's directory."""
     directories: tuple[str, ...]
+    """Of all ranks."""
+    ranks: tuple[RankTally, ...] = ()
     scopes: tuple[ScopeTally, ...] = ()
     read_bytes: int = 0
     wall_ns: int = 0
@@ -62,7 +75,11 @@ def as_mapping(store: Verified) -> dict[str, object]:
     """Everything as nested plain values."""
     return {
         "path": store.path,
+        "catalog": store.catalog,
         "directories": list(store.directories),
+        "ranks": [
+            {"rank": rank.rank, "directories": list(rank.directories), **_outcomes(rank.counts)} for rank in store.ranks
+        ],
         "good": store.is_good,
         **_outcomes(store.counts),
         "read_bytes": store.read_bytes,
@@ -89,7 +106,12 @@ def as_mapping(store: Verified) -> dict[str, object]:
 
 def as_text(store: Verified, *, everything: bool = False) -> str:
     """Lines for a terminal: scopes with failed blocks, or all."""
-    lines = [f"directory  {path}" for path in store.directories]
+    lines = [f"catalog    {store.catalog}"] if store.catalog not in store.directories else []
+    lines += [f"directory  {path}" for path in store.directories]
+    if len(store.ranks) > 1:
+        heads = ("rank", "blocks", *(outcome.value for outcome in _SHOWN), "reasons")
+        lines += ["", *columns([heads, *((str(rank.rank), *_cells(rank.counts)) for rank in store.ranks)], text=1)]
+        lines += [] if any(everything or scope.has_failed for scope in store.scopes) else [""]
     shown = [scope for scope in store.scopes if everything or scope.has_failed]
     if shown:
         heads = ("scope", "kind", "session", "medium", "blocks", *(outcome.value for outcome in _SHOWN), "reasons")
@@ -112,17 +134,20 @@ _SHOWN = (Outcome.GOOD, Outcome.UNCHECKED, Outcome.BAD, Outcome.UNREADABLE)
 
 
 def _row(scope: ScopeTally) -> tuple[str, ...]:
-    counts = _by_outcome(scope.counts)
-    reasons = "; ".join(f"{count} {verdict.reason}" for verdict, count in scope.counts.items() if verdict.reason)
     return (
         str(scope.scope_id),
         kind_label(scope.session),
         session_label(scope.session),
         scope.medium.name,
-        str(sum(scope.counts.values())),
-        *(str(counts[outcome]) for outcome in _SHOWN),
-        reasons or "-",
+        *_cells(scope.counts),
     )
+
+
+def _cells(given: Mapping[Verdict, int]) -> tuple[str, ...]:
+    """How many, how they fared, and why some failed."""
+    counts = _by_outcome(given)
+    reasons = "; ".join(f"{count} {verdict.text}" for verdict, count in given.items() if verdict.reason)
+    return str(sum(given.values())), *(str(counts[outcome]) for outcome in _SHOWN), reasons or "-"
 
 
 def _outcomes(counts: Mapping[Verdict, int]) -> dict[str, object]:
@@ -130,7 +155,7 @@ def _outcomes(counts: Mapping[Verdict, int]) -> dict[str, object]:
     return {
         "blocks": sum(counts.values()),
         "outcomes": {outcome.value: found[outcome] for outcome in Outcome},
-        "reasons": {verdict.reason: count for verdict, count in counts.items() if verdict.reason},
+        "reasons": {verdict.text: count for verdict, count in counts.items() if verdict.reason},
     }
 
 

@@ -3,7 +3,7 @@
 Pure.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -34,6 +34,13 @@ class Verdict:
 
     outcome: Outcome
     reason: str = ""
+    rank: int | None = None
+    """On which rank; None where there is but one."""
+
+    @property
+    def text(self) -> str:
+        """Why, and where."""
+        return self.reason if self.rank is None else f"rank {self.rank}: {self.reason}"
 
 
 CHECKSUM = Verdict(Outcome.BAD, "checksum")
@@ -47,7 +54,7 @@ class Verdicts:
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
         self._first = np.cumsum(stored.block_counts) - stored.block_counts
-        self._numbers: npt.NDArray[np.uint8] = np.zeros(len(stored.keys), np.uint8)
+        self._numbers: npt.NDArray[np.uint16] = np.zeros(len(stored.keys), np.uint16)
         self._known = [Verdict(Outcome.SKIPPED), Verdict(Outcome.GOOD), Verdict(Outcome.UNCHECKED)]
 
     def give(self, blocks: Int64Array, verdict: Verdict) -> None:
@@ -57,8 +64,15 @@ class Verdicts:
         if verdict not in self._known:
             self._known.append(verdict)
         number = self._known.index(verdict)
-        assert number < 256, "an errno each: there are fewer"
+        assert number < 1 << 16, "an errno each, on each rank: there are fewer"
         self._numbers[blocks[~self.failed(blocks)]] = number
+
+    def add(self, other: "Verdicts", rank: int | None) -> None:
+        """Take over how the blocks fared on a rank, which is named where they failed: good is what is good on all."""
+        for number, verdict in enumerate(other._known):
+            if verdict.outcome is not Outcome.SKIPPED:
+                named = replace(verdict, rank=rank) if verdict.outcome in FAILED else verdict
+                self.give(np.flatnonzero(other._numbers == number), named)
 
     def failed(self, blocks: slice | Int64Array = slice(None)) -> Flags:
         """bool [blocks]"""

@@ -1,6 +1,6 @@
-"""`flatcake verify`: reads every stored block of closed stores, and says or drops what is damaged.
+"""`flatcake verify`: reads every stored block of closed stores, on every rank, and says or drops what is damaged.
 
-Holds the lock of every directory meanwhile; without `--drop` nothing there is changed, apart from the line in
+Holds the locks of all directories meanwhile; without `--drop` nothing there is changed, apart from the line in
 `lock` that says who holds it.  Interrupting it loses nothing but its report.
 Exit codes: 0; 1 when something failed, dropped or not; 2 for a caller's mistake, a store that is open included.
 """
@@ -8,7 +8,7 @@ Exit codes: 0; 1 when something failed, dropped or not; 2 for a caller's mistake
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,17 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from flatcake import __version__
-from flatcake.audit.checking import SLOT_BYTES, Checker, runs_of_rows
-from flatcake.audit.facts import HomeFacts, RowFacts
-from flatcake.audit.home import look
+from flatcake.about import About
+from flatcake.audit.checking import SLOT_BYTES, Advance, Checker, runs_of_rows
+from flatcake.audit.facts import Found, HomeFacts, RankFacts, RowFacts
 from flatcake.audit.progress import Progress
+from flatcake.audit.roots import look_root
 from flatcake.audit.sources import Sources
 from flatcake.audit.stores import group, read_store
 from flatcake.audit.survey import find_problems, pool_files, rebuilt
-from flatcake.audit.tally import ScopeTally, Verified, as_mapping, as_text
+from flatcake.audit.tally import RankTally, ScopeTally, Verified, as_mapping, as_text
 from flatcake.audit.verdicts import Verdicts
 from flatcake.clock import Clock, MonotonicClock
-from flatcake.errors import ConfigError
+from flatcake.errors import ConfigError, OwnershipError
 from flatcake.gva import Medium
 from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.pooldir import Header, claim, let_go
@@ -34,7 +35,8 @@ from flatcake.io.posix import PosixEngine
 from flatcake.io.seam import Files
 from flatcake.keys import FORMAT_VERSION
 from flatcake.layout import LaneTable
-from flatcake.messages import BLOCKS
+from flatcake.manifest import Stored
+from flatcake.messages import BLOCKS, Int64Array
 from flatcake.units import SECOND
 
 THREADS_MAX = 8
@@ -44,18 +46,19 @@ CLOSE_NS = 30 * SECOND
 MakeProgress = Callable[[int], Progress]
 
 
-class Claimed(NamedTuple):
-    """A store whose directories are locked."""
+class _Task(NamedTuple):
+    """What is read on each rank."""
 
-    homes: tuple[HomeFacts, ...]
-    rows: RowFacts | None
+    files: Files
+    about: About
+    stored: Stored
+    runs: Int64Array
+    pool_files: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "directory", nargs="+", metavar="DIRECTORY", help="first directory of a store, of one rank; or all, in order"
-    )
+    parser.add_argument("directory", nargs="+", metavar="DIRECTORY", help="first directory of a store, or all in order")
     parser.add_argument("--drop", action="store_true", help="forget the blocks that fail; the rest stays")
     parser.add_argument("--all", action="store_true", help="all scopes, not only those with failed blocks")
     parser.add_argument("--json", action="store_true", help="one JSON object, on one line, with all scopes")
@@ -66,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     files, clock = Files(), MonotonicClock()
     done: list[Verified] = []
     with claimed(files, args.directory) as stores:
-        for homes in stores:
+        for store in stores:
             done.append(
-                verify(files, clock, homes, drop=args.drop, progress=lambda total: Progress(sys.stderr, clock, total))
+                verify(files, clock, store, drop=args.drop, progress=lambda total: Progress(sys.stderr, clock, total))
             )
             if not args.json:
                 sys.stdout.write(("\n" if len(done) > 1 else "") + as_text(done[-1], everything=args.all))
@@ -80,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def claimed(files: Files, directories: list[str]) -> Iterator[list[Claimed]]:
-    """Lock the directories of stores, those included that only the manifests name, and read the manifests.
+def claimed(files: Files, directories: list[str]) -> Iterator[list[Found]]:
+    """Lock the directories of stores, of all ranks, those included that only the manifests name; read the manifests.
 
     Raises:
         OwnershipError: One is open, here or elsewhere, or may not be read or written.
@@ -89,20 +92,24 @@ def claimed(files: Files, directories: list[str]) -> Iterator[list[Claimed]]:
     """
     with ExitStack() as undo:
         stores = []
-        for homes in group(files, directories):
-            header = homes[0].header
+        for roots in group(files, directories):
+            header = roots[0].header
             if header is not None and header.directory:
                 where = f"directory {header.directory + 1} of {header.directories}"
-                raise ConfigError(f"{homes[0].path}: {where} of its store; name the first one, which has the manifest")
-            _lock(files, homes, undo)
-            found, rows = read_store(files, [look(files, home.path) for home in homes])
-            _lock(files, found[len(homes) :], undo)
-            stores.append(Claimed(tuple(replace(home, owner=None) for home in found), rows))
+                raise ConfigError(f"{roots[0].path}: {where} of its store; name the first one, which has the manifest")
+            mine = {home.path: home for root in roots for home in root.homes.values()}
+            _lock(files, mine.values(), undo)
+            found = read_store(files, [look_root(files, root.path, is_engine=root.is_engine) for root in roots])
+            _lock(files, [home for home in found.homes if home.path not in mine], undo)
+            if found.is_engine and found.catalog.owner is not None:  # Its ranks are gone, or have not begun.
+                where = f"{found.catalog.path}/{MANIFEST}"
+                raise OwnershipError(f"{where}: in use by {found.catalog.owner}; end that engine first")
+            stores.append(found)
         yield stores
 
 
-def verify(files: Files, clock: Clock, store: Claimed, *, drop: bool, progress: MakeProgress) -> Verified:
-    """Read every block of a store whose directories are locked.
+def verify(files: Files, clock: Clock, store: Found, *, drop: bool, progress: MakeProgress) -> Verified:
+    """Read every block of a store whose directories are locked, on every rank.
 
     Args:
         files: The seam to the system.
@@ -114,62 +121,87 @@ def verify(files: Files, clock: Clock, store: Claimed, *, drop: bool, progress: 
     Raises:
         OwnershipError, CapacityError: Files may not be read, or not all at once.
     """
-    homes, rows = store
-    problems, notes = find_problems(homes, rows)
-    result = Verified(path=homes[0].path, directories=tuple(home.path for home in homes))
-    if rows is not None and rows.about is not None:
-        result, verdicts = _read(files, clock, homes, rows, progress)
+    store = _without_owners(store)
+    problems, notes = find_problems(store)
+    directories = tuple(home.path for home in store.homes)
+    result = Verified(path=store.path, catalog=store.catalog.path, directories=directories)
+    if store.rows is not None and store.about is not None:
+        result, verdicts = _read(files, clock, store, result, progress)
         notes += result.notes
         if drop and verdicts.failed().any():
-            result, is_done = _drop(files, homes[0], rows, verdicts, result)
+            result, is_done = _drop(files, store.catalog, store.rows, verdicts, result)
             problems += [] if is_done else ["what failed could not be dropped: look at the disk; nothing was changed"]
     return replace(result, problems=tuple(problems), notes=tuple(notes))
 
 
-def _lock(files: Files, homes: Sequence[HomeFacts], undo: ExitStack) -> None:
+def _lock(files: Files, homes: Iterable[HomeFacts], undo: ExitStack) -> None:
+    stand_in = Header(
+        version=FORMAT_VERSION, geometry="", rank=0, pool_file_bytes=0, files=0, directory=0, directories=0
+    )
     for home in homes:
-        stand_in = Header(
-            version=FORMAT_VERSION, geometry="", rank=0, pool_file_bytes=0, files=0, directory=0, directories=0
-        )
-        lock, _ = claim(files, home.path, home.header or stand_in)
-        undo.callback(let_go, files, lock)
+        if home.has_pool:  # Else there is nothing to guard, and what is not ours stays as it is.
+            lock, _ = claim(files, home.path, home.header or stand_in)
+            undo.callback(let_go, files, lock)
+
+
+def _without_owners(store: Found) -> Found:
+    """The owner is this process."""
+    ranks = [replace(rank, homes=tuple(replace(home, owner=None) for home in rank.homes)) for rank in store.ranks]
+    return replace(store, catalog=replace(store.catalog, owner=None), ranks=tuple(ranks))
 
 
 def _read(
-    files: Files, clock: Clock, homes: tuple[HomeFacts, ...], rows: RowFacts, progress: MakeProgress
+    files: Files, clock: Clock, store: Found, result: Verified, progress: MakeProgress
 ) -> tuple[Verified, Verdicts]:
-    about, stored = rows.about, rows.stored
-    assert about is not None
-    count = pool_files(homes)
-    left_out, dropped = rebuilt(about, count, stored)[1:]  # The catalog itself is let go.
-    runs = runs_of_rows(stored, ~np.isin(stored.numbers, dropped))
-    verdicts = Verdicts(stored)
-    bar = progress(int(runs[:, BLOCKS].sum()) * LaneTable.of(about.geometry).block_bytes)
-    start_ns = clock.now_ns()
+    rows, about = store.rows, store.about
+    assert rows is not None and about is not None
+    count = pool_files(store.ranks)
+    left_out, dropped = rebuilt(about, count, rows.stored)[1:]  # The catalog itself is let go.
+    runs = runs_of_rows(rows.stored, ~np.isin(rows.stored.numbers, dropped))
+    size_bytes = int(runs[:, BLOCKS].sum()) * LaneTable.of(about.geometry).block_bytes
+    task = _Task(files, about, rows.stored, runs, count)
+    verdicts, start_ns = Verdicts(rows.stored), clock.now_ns()
+    bar = progress(size_bytes * len(store.ranks))
+    try:
+        for rank in store.ranks:
+            mine = Verdicts(rows.stored)
+            checker, is_direct = _read_rank(task, rank, mine, bar.advance)
+            verdicts.add(mine, rank.rank if len(store.ranks) > 1 else None)
+            directories = tuple(home.path for home in rank.homes)
+            tally = RankTally(rank=rank.rank, directories=directories, counts=mine.count())
+            result = replace(
+                result,
+                ranks=(*result.ranks, tally),
+                read_bytes=result.read_bytes + checker.read_bytes,
+                buffer_bytes=max(result.buffer_bytes, checker.buffer_bytes),
+                is_direct=is_direct and result.is_direct is not False,
+            )
+    finally:
+        bar.close()
+    return replace(
+        result,
+        scopes=_tallies(rows, verdicts),
+        wall_ns=clock.now_ns() - start_ns,
+        counts=verdicts.count(),
+        notes=tuple(f"{number} {reason}: the next open leaves them out" for reason, number in left_out.items()),
+    ), verdicts
+
+
+def _read_rank(task: _Task, rank: RankFacts, verdicts: Verdicts, advance: Advance) -> tuple[Checker, bool]:
+    """Read everything on one rank; the checker that did it, and whether that was past the page cache."""
     with ExitStack() as undo:
-        undo.callback(bar.close)
-        sources = Sources(files, about, homes, count)
-        threads = min(THREADS_MAX, max(2, files.processors()))
-        engine = PosixEngine(files, sources.fds, threads=threads, task_bytes=SLOT_BYTES)
+        sources = Sources(task.files, task.about, rank.homes, task.pool_files)
+        threads = min(THREADS_MAX, max(2, task.files.processors()))
+        engine = PosixEngine(task.files, sources.fds, threads=threads, task_bytes=SLOT_BYTES)
 
         def close() -> None:
             if engine.close(CLOSE_NS):  # Else a read is stuck in the kernel, and its file must stay open.
                 sources.close()
 
         undo.callback(close)
-        checker = Checker(about, sources, engine, verdicts, bar.advance)
-        checker.check(runs, stored)
-    return Verified(
-        path=homes[0].path,
-        directories=tuple(home.path for home in homes),
-        scopes=_tallies(rows, verdicts),
-        read_bytes=checker.read_bytes,
-        wall_ns=clock.now_ns() - start_ns,
-        buffer_bytes=checker.buffer_bytes,
-        is_direct=sources.is_direct,
-        counts=verdicts.count(),
-        notes=tuple(f"{number} {reason}: the next open leaves them out" for reason, number in left_out.items()),
-    ), verdicts
+        checker = Checker(task.about, sources, engine, verdicts, advance)
+        checker.check(task.runs, task.stored)
+        return checker, sources.is_direct
 
 
 def _tallies(rows: RowFacts, verdicts: Verdicts) -> tuple[ScopeTally, ...]:

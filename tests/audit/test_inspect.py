@@ -154,12 +154,12 @@ def test_several_directories_are_found_by_the_first(memory: Memory, tmp_path: Pa
     filled(memory, homes)
     files = Files()
     facts = describe(files, group(files, [str(homes[0])])[0])
-    assert [home.path for home in facts.homes] == list(map(str, homes)) and not facts.problems
-    assert sum(home.pool_files for home in facts.homes) == 6
+    assert [home.path for home in facts.found.homes] == list(map(str, homes)) and not facts.problems
+    assert sum(home.pool_files for home in facts.found.homes) == 6
     (named,) = group(files, list(map(str, homes)))
     assert describe(files, named) == facts or as_mapping(describe(files, named)) == as_mapping(facts)
     further = describe(files, group(files, [str(homes[1])])[0])
-    assert further.is_further and "directory 2 of 3" in further.notes[0] and not further.problems
+    assert further.found.is_further and "directory 2 of 3" in further.notes[0] and not further.problems
     with pytest.raises(ConfigError, match="2 are named"):
         group(files, list(map(str, homes[:2])))
     moved = tmp_path / "moved"
@@ -228,9 +228,13 @@ def test_a_store_that_is_being_written_is_described_again_and_again(forks: Any, 
         seen = set()
         for _ in range(12):
             facts = describe(Files(), group(Files(), [str(tmp_path)])[0])
-            assert facts.owner is not None and f"pid {child.pid} " in facts.owner and facts.rows is not None
-            assert not facts.problems and not facts.rows.bad_rows and facts.survey is not None
-            seen.add(facts.rows.stored.sequence)
+            assert (
+                facts.found.owner is not None
+                and f"pid {child.pid} " in facts.found.owner
+                and facts.found.rows is not None
+            )
+            assert not facts.problems and not facts.found.rows.bad_rows and facts.survey is not None
+            seen.add(facts.found.rows.stored.sequence)
             assert sum(scope.blocks for scope in facts.survey.scopes) <= 64
         assert len(seen) > 1 and child.is_alive(), "it was written meanwhile"
     finally:
@@ -241,8 +245,8 @@ def test_a_store_that_is_being_written_is_described_again_and_again(forks: Any, 
         child.close()
     assert next(saved) > 1
     facts = describe(Files(), group(Files(), [str(tmp_path)])[0])
-    assert facts.owner is None and facts.rows is not None and facts.rows.state is not None
-    assert not facts.rows.state.was_closed and len(facts.rows.stored)
+    assert facts.found.owner is None and facts.found.rows is not None and facts.found.rows.state is not None
+    assert not facts.found.rows.state.was_closed and len(facts.found.rows.stored)
 
 
 def test_a_crash_leaves_what_the_next_open_finds(memory: Memory, tmp_path: Path) -> None:
@@ -250,7 +254,7 @@ def test_a_crash_leaves_what_the_next_open_finds(memory: Memory, tmp_path: Path)
         fill(store, memory)
         shutil.copytree(tmp_path / "live", tmp_path / "crashed")
     facts = describe(Files(), group(Files(), [str(tmp_path / "crashed")])[0])
-    assert facts.survey is not None and facts.owner is None and not facts.problems
+    assert facts.survey is not None and facts.found.owner is None and not facts.problems
     assert sum(scope.blocks for scope in facts.survey.scopes) == BLOCKS * SESSIONS // 2
     assert all(scope.use is None for scope in facts.survey.scopes), "the order of use is written at a close"
     with opened(memory, tmp_path / "crashed") as store:
@@ -283,10 +287,10 @@ def test_a_copy_is_taken_again_when_the_manifest_changes_under_it(memory: Memory
 
         files = Interrupting(act, times)
         facts = describe(files, group(files, [str(tmp_path)])[0])
-        assert sequences and facts.rows is not None and not facts.rows.bad_rows
-        assert facts.rows.is_steady == (times == 1)
+        assert sequences and facts.found.rows is not None and not facts.found.rows.bad_rows
+        assert facts.found.rows.is_steady == (times == 1)
         assert any("different moments" in note for note in facts.notes) == (times > 1)
-        assert len(facts.rows.stored) >= SESSIONS
+        assert len(facts.found.rows.stored) >= SESSIONS
 
 
 # -- damage ---------------------------------------------------------------------------------------------
@@ -367,9 +371,9 @@ def test_a_page_of_the_manifest_costs_what_it_held(memory: Memory, tmp_path: Pat
         file.seek(size_bytes // 4096 // 2 * 4096)
         file.write(b"\xff" * 4096)
     facts = describe(Files(), group(Files(), [str(tmp_path)])[0])
-    assert facts.rows is not None and facts.survey is not None
-    assert facts.rows.damages and "damaged" in facts.problems[0] and 0 < len(facts.rows.stored) < 160
-    assert len(facts.survey.scopes) == len(facts.rows.stored)
+    assert facts.found.rows is not None and facts.survey is not None
+    assert facts.found.rows.damages and "damaged" in facts.problems[0] and 0 < len(facts.found.rows.stored) < 160
+    assert len(facts.survey.scopes) == len(facts.found.rows.stored)
 
 
 def test_set_aside_files_are_named(home: Path, memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:

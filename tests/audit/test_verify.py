@@ -79,7 +79,7 @@ class Kept:
 
     def extent_of(self, medium: Medium, offset_bytes: int) -> tuple[int, int]:
         """Base and room of the extent that holds an offset."""
-        facts = read_store(Files(), group(Files(), [str(self.home)])[0])[1]
+        facts = read_store(Files(), group(Files(), [str(self.home)])[0]).rows
         assert facts is not None
         media = np.repeat(facts.stored.media, facts.stored.part_counts)
         for found, (base, room, *_) in zip(media.tolist(), facts.stored.parts.tolist(), strict=True):
@@ -291,7 +291,7 @@ def test_without_direct_io_it_goes_through_the_page_cache(kept: Kept) -> None:
 
 
 def test_rows_that_the_next_open_leaves_out_are_skipped(kept: Kept) -> None:
-    facts = read_store(Files(), group(Files(), [str(kept.home)])[0])[1]
+    facts = read_store(Files(), group(Files(), [str(kept.home)])[0]).rows
     assert facts is not None and facts.origin is not None
     manifest = ManifestDB(Files(), f"{kept.home}/{MANIFEST}", facts.origin)
     parts, keys = np.array([[1 << 40, 2, 5, 0, 2]]), np.ones((2, 2), np.uint64)
@@ -341,7 +341,8 @@ def test_batches_and_tiles_of_any_size_see_the_same(kept: Kept) -> None:
     kept.flip(0, 2)
     kept.flip(3, 4, layer=2)
     files = Files()
-    homes, rows = read_store(files, group(files, [str(kept.home)])[0])
+    found = read_store(files, group(files, [str(kept.home)])[0])
+    rows, homes = found.rows, found.ranks[0].homes
     assert rows is not None and rows.about is not None and homes[0].header is not None
     runs = runs_of_rows(rows.stored, np.ones(len(rows.stored), np.bool_))
     seen = []
