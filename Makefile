@@ -46,7 +46,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@touch $@
 
 test-engines: engines
-	$(ENGINES)/bin/python -m pytest tests/engines --durations=16 $(ARGS)
+	$(ENGINES)/bin/python -m pytest tests/engines -m engines --durations=16 $(ARGS)
 
 demo: venv
 	$(BIN)/flatcake demo $(ARGS)

@@ -29,8 +29,8 @@ from tests.engines.vllm.faulty import FaultyConnector
 Report = dict[str, Any]
 
 
-def model(path: str) -> Report:
-    make_model(path)
+def model(path: str, with_windows: bool = False) -> Report:
+    make_model(path, windows=with_windows)
     return {}
 
 
@@ -453,7 +453,7 @@ def stored(engine: Engine, tokens: list[int]) -> dict[Medium, int]:
 
     params = engine.params(Ask(tokens))
     request = Request("probe", tokens, params, None, block_hasher=engine.core.request_block_hasher)
-    match = engine.side.coordinator.match(engine.side._keys(request, len(tokens) // BLOCK))
+    match = engine.side.coordinator.match(engine.side.block_keys.keys(request, len(tokens) // BLOCK))
     found = {medium: match.hit.blocks_on(medium) for medium in (Medium.SSD, Medium.DRAM)}
     return {medium: count for medium, count in found.items() if count}
 

@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 240
 
-NIGHTLY = pytest.mark.skipif(os.environ.get("FLATCAKE_NIGHTLY") != "1", reason="compiles; FLATCAKE_NIGHTLY=1 runs it")
+NIGHTLY = pytest.mark.skipif(
+    os.environ.get("FLATCAKE_NIGHTLY") != "1", reason="takes longer; FLATCAKE_NIGHTLY=1 runs it"
+)
 
 pytestmark = [
     pytest.mark.engines,
@@ -95,6 +97,15 @@ def test_layers_with_windows(tmp_path: Path) -> None:
     together = scenario("windows", path, str(tmp_path / "2"), {"disable_hybrid_kv_cache_manager": True})
     # Two layers see all of nine blocks; of the two others the last two have what the next token sees.
     assert apart["read_bytes"] * 4 * 9 == together["read_bytes"] * (2 * 9 + 2 * 2)
+
+
+@pytest.mark.slow
+@NIGHTLY
+@pytest.mark.parametrize("name", ["faults", "parallel", "crowd", "held"])
+def test_windows_change_nothing_else(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "model")
+    scenario("model", path, True)
+    scenario(name, path, str(tmp_path / "kv"))
 
 
 def test_two_tensor_parallel_workers(model: str, tmp_path: Path) -> None:
