@@ -87,8 +87,7 @@ class DataPlane:
 
         Args:
             plan: From a catalog.
-            pages: Page table of the request from its first block on, as for `PagedKV.page_table`; pages of -1 are
-                left alone, and a block's piece that has no page at all is not read.
+            pages: As for `PagedKV.page_table`; pages of -1 are left alone, a piece without any page is not read.
             stream: Its queued work may still touch the pages, and is waited for before the first scatter.
             deadline_ns: Time of the clock after which the restore is dropped.
             report: Called once, on the pump's thread, when nothing of the plan is in flight any more.

@@ -77,7 +77,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # Engines: adapters only, and nothing imports them.
     ("engines.vllm.options", "engines.vllm.orders", "engines.vllm.views", "engines.vllm.signals"),
     ("engines.vllm.weights", "engines.vllm.loads", "engines.vllm.metrics", "engines.vllm.changes"),
-    ("engines.vllm.identity", "engines.vllm.worker", "engines.vllm.scheduling", "engines.vllm.events"),
+    ("engines.vllm.groups", "engines.vllm.blockkeys", "engines.vllm.events"),
+    ("engines.vllm.identity", "engines.vllm.worker", "engines.vllm.saving"),
+    ("engines.vllm.scheduling",),
     ("engines.vllm.connector",),
 )
 LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
@@ -89,6 +91,7 @@ PURE = {
     *("manifest", "reopen", "io.plan", "io.tiles"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
     *("engines.vllm.options", "engines.vllm.orders", "engines.vllm.signals", "engines.vllm.changes"),
+    *("engines.vllm.groups", "engines.vllm.blockkeys"),
     *("about", "audit.facts", "audit.verdicts", "audit.survey", "audit.report", "audit.tally"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }

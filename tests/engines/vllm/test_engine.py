@@ -14,9 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 240
 
-NIGHTLY = pytest.mark.skipif(
-    os.environ.get("FLATCAKE_NIGHTLY") != "1", reason="takes longer; FLATCAKE_NIGHTLY=1 runs it"
-)
+NIGHTLY = pytest.mark.skipif(os.environ.get("FLATCAKE_NIGHTLY") != "1", reason="FLATCAKE_NIGHTLY=1 runs it")
 
 pytestmark = [
     pytest.mark.engines,
