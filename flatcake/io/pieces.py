@@ -5,13 +5,17 @@ Pure: arrays in, arrays out.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from flatcake.io.plan import TilePlan
-from flatcake.kernels.checksum import Sums, piece_seeds
+from flatcake.kernels.checksum import Sums, block_states, seeds_of
 from flatcake.layout import LaneTable
 from flatcake.messages import GENERATION, Int64Array, Plan, block_column
+
+SHARE = 8192
+"""Pieces that are expanded at once, so that the arrays stay in the processor's cache."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -35,17 +39,22 @@ def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pie
         lanes: Sizes of pieces.
         layout: 64-bit digest of the geometry.
 
-    Cost: O(pieces) array elements.
+    Cost: O(pieces) array elements; fresh memory would cost more than all arithmetic, so it is done in shares.
     """
-    counts = tiles.segments[:, 3]
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    table = np.empty((int(ends[-1]), 3), np.int64)
-    nth = np.arange(len(table)) - np.repeat(ends[:-1], counts)
-    table[:, 2] = np.repeat(tiles.segments[:, 1], counts)
-    table[:, 1] = np.repeat(tiles.segments[:, 2], counts) + nth
-    table[:, 0] = np.repeat(tiles.segments[:, 0], counts) + nth * lanes.piece_bytes[table[:, 2]]
-    generations = block_column(plan, GENERATION)[table[:, 1]].astype(np.uint64)
-    seeds = piece_seeds(plan.keys[table[:, 1]], table[:, 2], generations, layout)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(tiles.segments[:, 3])])
+    table, seeds = np.empty((int(ends[-1]), 3), np.int64), np.empty(int(ends[-1]), np.uint32)
+    states, generations = block_states(plan.keys, layout), block_column(plan, GENERATION).view(np.uint64)
+    cuts = np.unique(np.searchsorted(ends, np.arange(0, ends[-1] + SHARE, SHARE))).clip(max=len(tiles.segments))
+    for first, last in pairwise(cuts.tolist()):
+        rows = slice(int(ends[first]), int(ends[last]))
+        starts, layers, blocks, counts = tiles.segments[first:last].T
+        sizes = lanes.piece_bytes[layers]
+        number = np.arange(rows.start, rows.stop)
+        block = number + np.repeat(blocks - ends[first:last], counts)
+        layer = np.repeat(layers, counts)
+        table[rows, 0] = number * np.repeat(sizes, counts) + np.repeat(starts - sizes * ends[first:last], counts)
+        table[rows, 1], table[rows, 2] = block, layer
+        seeds[rows] = seeds_of(states[block], layer.view(np.uint64), generations[block])
     return Pieces(table=table, tile_pieces=ends[tiles.tile_segments], seeds=seeds)
 
 

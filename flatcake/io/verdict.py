@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flatcake.io.pieces import Pieces
+from flatcake.io.pieces import SHARE, Pieces
 from flatcake.io.records import ExtentRef, Record
 from flatcake.kernels.checksum import Sums, unfinish
 from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, GENERATION, MEDIUM, ROOM, Plan
@@ -23,12 +23,16 @@ def wanted_sums(plan: Plan, pieces: Pieces, records: Mapping[ExtentRef, Record],
 
     Cost: O(pieces) array elements, once a restore: a verdict then only compares.
     """
-    by_block = np.zeros((len(plan.keys), len(payload_bytes)), np.uint64)
+    layers = len(payload_bytes)
+    recorded, sizes = np.zeros((len(plan.keys), layers), np.uint32), np.array(payload_bytes, np.uint32)
     for row in plan.runs.table.tolist():
         record = records.get(ExtentRef(row[MEDIUM], row[BASE], row[ROOM], row[GENERATION]))
         if record is not None:
             slots = slice(row[FIRST_SLOT], row[FIRST_SLOT] + row[BLOCKS])
-            by_block[row[FIRST_BLOCK] : row[FIRST_BLOCK] + row[BLOCKS]] = record.sums[slots]
-    blocks, layers = pieces.table[:, 1], pieces.table[:, 2]
-    recorded = by_block[blocks, layers].astype(np.uint32)
-    return unfinish(recorded, np.asarray(payload_bytes, np.int64)[layers], pieces.seeds)
+            recorded[row[FIRST_BLOCK] : row[FIRST_BLOCK] + row[BLOCKS]] = record.sums[slots]
+    wanted, flat = np.empty(len(pieces.table), np.uint32), recorded.reshape(-1)
+    for start in range(0, len(wanted), SHARE):
+        rows = slice(start, start + SHARE)
+        _, block, layer = pieces.table[rows].T
+        wanted[rows] = unfinish(flat[block * layers + layer], sizes[layer], pieces.seeds[rows])
+    return wanted

@@ -54,12 +54,26 @@ def piece_seeds(
     Raises:
         ShapeError: `keys` is not uint64 [n, 2].
     """
+    return seeds_of(block_states(keys, layout), np.asarray(layers).astype(np.uint64), generations)
+
+
+def block_states(keys: npt.NDArray[np.uint64], layout: int) -> npt.NDArray[np.uint64]:
+    """The part of `piece_seeds` that is the same for all pieces of a block: uint64 [n] of keys uint64 [n, 2].
+
+    Raises:
+        ShapeError: `keys` is not uint64 [n, 2].
+    """
     if keys.ndim != 2 or keys.shape[1] != 2 or keys.dtype != np.uint64:
-        raise ShapeError(f"keys: {keys.dtype} {list(keys.shape)}: expected uint64 [pieces, 2]")
+        raise ShapeError(f"keys: {keys.dtype} {list(keys.shape)}: expected uint64 [blocks, 2]")
     state = np.full(len(keys), layout & _ALL, np.uint64)
-    for value in (keys[:, 0], keys[:, 1], np.asarray(layers).astype(np.uint64), generations.astype(np.uint64)):
-        state = _mix64((state ^ value) + np.uint64(WEYL))
-    return (state >> np.uint64(32)).astype(np.uint32)
+    return _mix64(_mix64(state, keys[:, 0]), keys[:, 1])
+
+
+def seeds_of(
+    states: npt.NDArray[np.uint64], layers: npt.NDArray[np.uint64], generations: npt.NDArray[np.uint64]
+) -> Sums:
+    """The rest of `piece_seeds`, for the states of each piece's block; all uint64 [n]."""
+    return (_mix64(_mix64(states, layers), generations) >> np.uint64(32)).astype(np.uint32)
 
 
 def sum_bytes(
@@ -128,43 +142,53 @@ def finish(sums: npt.ArrayLike, payload_bytes: npt.ArrayLike, seeds: npt.ArrayLi
 
     One to one for a given length and seed, so finishing loses nothing.
     """
-    wide, size_bytes, seed = (_wide(value) for value in (sums, payload_bytes, seeds))
-    return _mix32(wide ^ _salt(size_bytes, seed)).astype(np.uint32)
+    return _mix32(_low32(sums) ^ _salt(payload_bytes, seeds))
 
 
 def unfinish(recorded: npt.ArrayLike, payload_bytes: npt.ArrayLike, seeds: npt.ArrayLike) -> Sums:
     """What `finish` was given: the unfinished sums, uint32 [n], that must be found for these recorded ones."""
-    wide, size_bytes, seed = (_wide(value) for value in (recorded, payload_bytes, seeds))
-    return (_unmix32(wide) ^ _salt(size_bytes, seed)).astype(np.uint32)
+    return _unmix32(_low32(recorded)) ^ _salt(payload_bytes, seeds)
 
 
-def _wide(value: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    # Signed 64-bit values below 2**32: products wrap, the mask cuts them.
-    wide: npt.NDArray[np.int64] = np.atleast_1d(np.asarray(value)).astype(np.int64) & _LOW
-    return wide
+def _low32(value: npt.ArrayLike) -> Sums:
+    """The low halves of integers of any kind, so that what follows wraps."""
+    given = np.atleast_1d(np.asarray(value))
+    return given if given.dtype == np.uint32 else given.astype(np.int64).astype(np.uint32)
 
 
-def _salt(size_bytes: npt.NDArray[np.int64], seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return _mix32((seeds + (size_bytes * 0x9E3779B1 & _LOW)) & _LOW)
+def _salt(payload_bytes: npt.ArrayLike, seeds: npt.ArrayLike) -> Sums:
+    return _mix32(_low32(payload_bytes) * np.uint32(0x9E3779B1) + _low32(seeds))
 
 
-def _mix32(x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
-    return x ^ (x >> 16)
+def _mix32(x: Sums) -> Sums:
+    x = x ^ (x >> np.uint32(16))
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x
 
 
-def _unmix32(x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _unmix32(x: Sums) -> Sums:
     # The steps of `_mix32` backwards, with the inverses of its factors modulo 2**32.
-    x = ((x ^ (x >> 16)) * 0x43021123) & _LOW
-    x = ((x ^ (x >> 15) ^ (x >> 30)) * 0x1D69E2A5) & _LOW
-    return x ^ (x >> 16)
+    x = x ^ (x >> np.uint32(16))
+    x *= np.uint32(0x43021123)
+    x ^= (x >> np.uint32(15)) ^ (x >> np.uint32(30))
+    x *= np.uint32(0x1D69E2A5)
+    x ^= x >> np.uint32(16)
+    return x
 
 
-def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix64(state: npt.NDArray[np.uint64], value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Take another value in."""
+    x = state ^ value
+    x += np.uint64(WEYL)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def _spread(seeds: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatcake.io.pieces import pieces_of
+from flatcake.io.pieces import SHARE, pieces_of
 from flatcake.io.plan import make_tiles
 from flatcake.kernels.checksum import piece_seeds
 from flatcake.layout import LaneTable
@@ -56,3 +56,25 @@ def test_an_empty_plan_has_no_pieces() -> None:
     plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=Runs.none(), keys=make_keys("a", 0))
     pieces = pieces_of(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, LAYOUT)
     assert len(pieces.table) == len(pieces.seeds) == 0 and pieces.tile_pieces.tolist() == [0]
+
+
+def test_a_long_plan_is_expanded_in_shares() -> None:
+    lanes = LaneTable.of(make_geometry(4096, 8192))
+    blocks = 3 * SHARE // 4
+    rows = [(1, 0, blocks, 3, 0, blocks - 5, 0), (0, 0, 8, 4, 2, 5, blocks - 5)]
+    plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=Runs(np.array(rows)), keys=make_keys("a", blocks))
+    tiles = make_tiles(plan.runs, lanes, make_limits(slot_bytes=1 << 20, read_bytes_max=1 << 20, file_bytes=1 << 40))
+    pieces = pieces_of(plan, tiles, lanes, LAYOUT)
+    assert len(pieces.table) == 2 * blocks > SHARE
+    tile_of = np.repeat(np.arange(tiles.tiles), np.diff(pieces.tile_pieces))
+    at = 0
+    for tile, (offset, layer, first, count) in zip(
+        np.repeat(np.arange(tiles.tiles), np.diff(tiles.tile_segments)), tiles.segments.tolist(), strict=True
+    ):
+        own = slice(at, at + count)
+        assert (tile_of[own] == tile).all() and (pieces.table[own, 2] == layer).all()
+        assert (pieces.table[own, 1] == first + np.arange(count)).all()
+        assert (pieces.table[own, 0] == offset + np.arange(count) * lanes.piece_bytes[layer]).all()
+        at += count
+    generations = np.where(pieces.table[:, 1] < blocks - 5, 3, 4).astype(np.uint64)
+    assert (pieces.seeds == piece_seeds(plan.keys[pieces.table[:, 1]], pieces.table[:, 2], generations, LAYOUT)).all()
