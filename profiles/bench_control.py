@@ -21,9 +21,13 @@ from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Component, Geometry
 from flatcake.gva import Medium, encode_array
 from flatcake.index import MISS, Index
+from flatcake.io.pieces import pieces_of
 from flatcake.io.plan import PlanLimits, TilePlan, make_tiles
+from flatcake.io.records import ExtentRef, Record
+from flatcake.io.verdict import wanted_sums
 from flatcake.keys import Identity, chain
 from flatcake.layout import Growth, LaneTable
+from flatcake.messages import Plan, PlanKind, Runs
 from flatcake.prefix import prefix_of
 from flatcake.space import Space, Watermarks
 from flatcake.units import GiB, KiB, MiB
@@ -108,7 +112,38 @@ def measure_plan(sizes: Sizes) -> Figures:
     return figures
 
 
-SECTIONS: tuple[Section, ...] = (measure_keys, measure_plan, measure_index)
+def measure_pieces(sizes: Sizes) -> Figures:
+    """What a data plane makes of a plan: a row and a seed for each piece, and the sum that each must have.
+
+    It is made while the first reads are under way, and nothing is scattered before the pieces are there.
+    """
+    geometry = Geometry(block_tokens=16, page_tokens=16, layers=((Component("kv", 64 * KiB),),) * 32)
+    lanes = LaneTable.of(geometry)
+    limits = PlanLimits(
+        gap_bytes_limit=64 * KiB,
+        read_bytes_max=24 * MiB,
+        slot_bytes=24 * MiB,
+        file_bytes=64 * GiB,
+        first_tile_bytes=2 * MiB,
+    )
+    rng, blocks = np.random.default_rng(sizes.seed), sizes.blocks
+    keys = rng.integers(0, 2**64, (blocks, 2), dtype=np.uint64)
+    ref = ExtentRef(int(Medium.SSD), 0, blocks, 1)
+    runs = Runs(np.array([[ref.medium, ref.base_bytes, ref.room_blocks, ref.generation, 0, blocks, 0]]))
+    plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=runs, keys=keys)
+    tiles = make_tiles(runs, lanes, limits)
+    pieces = pieces_of(plan, tiles, lanes, 1)
+    sums = rng.integers(0, 2**32, (blocks, 32), dtype=np.uint64)
+    records, payload_bytes = {ref: Record(ref, sums.view(np.uint8).reshape(-1), sums)}, [64 * KiB] * 32
+    made = [plan] * sizes.repeats
+    return {
+        "pieces": len(pieces.table),
+        "pieces_ms": _median_us(lambda each: pieces_of(each, tiles, lanes, 1), made) / 1e3,
+        "verdicts_ms": _median_us(lambda each: wanted_sums(each, pieces, records, payload_bytes), made) / 1e3,
+    }
+
+
+SECTIONS: tuple[Section, ...] = (measure_keys, measure_plan, measure_pieces, measure_index)
 
 
 def main() -> None:
