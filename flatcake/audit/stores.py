@@ -110,7 +110,7 @@ def _ranks(files: Files, roots: Sequence[Root], about: About | None) -> tuple[Ra
         known = looked.get(files.real_path(path))
         return known or (look_rank(files, path) if first.is_engine else look(files, path))
 
-    if about is not None and len(roots) == 1 and (len(about.directories) > 1 or not first.homes):
+    if about is not None and len(roots) == 1 and len(about.directories) > 1:
         _require_unmoved(files, first, about)
         paths = {home.rank: home.directories for home in about.homes}
     else:
@@ -121,7 +121,7 @@ def _ranks(files: Files, roots: Sequence[Root], about: About | None) -> tuple[Ra
 
 def _require_unmoved(files: Files, first: Root, about: About) -> None:
     was, now = about.homes[0].directories[0], files.real_path(first.home_of(about.homes[0].rank))
-    if first.homes and was != now:
+    if was != now:
         raise ConfigError(
             f"{now}: was {was} when its store was open; name all of its {len(about.directories)} directories in order"
         )

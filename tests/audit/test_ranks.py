@@ -312,6 +312,22 @@ def test_a_store_and_an_engine_in_one_directory_are_two(tmp_path: Path, capsys: 
     assert [store["catalog"] for store in stores] == [str(tmp_path), f"{tmp_path}/catalog"]
 
 
+@pytest.mark.parametrize("directories", [1, 2])
+def test_a_copy_without_its_ranks_is_not_sound_because_of_the_original(
+    tmp_path: Path, directories: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Kept([tmp_path / name for name in "ab"[:directories]])
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "a" / "catalog", copy / "catalog")
+    for command in ("inspect", "verify"):
+        code = main([command, str(copy)], environ={})
+        said = capsys.readouterr()
+        if directories == 1:
+            assert code == 1 and f"{copy}/rank-0: there is no such directory" in said.out
+        else:
+            assert code == 2 and "when its store was open; name all of its 2 directories" in said.err
+
+
 def test_the_manifest_says_where_the_ranks_are(kept: Kept) -> None:
     found = read_store(Files(), group(Files(), [str(kept.first)])[0])
     assert found.about is not None
