@@ -21,8 +21,8 @@ def group(files: Files, directories: list[str]) -> list[list[Root]]:
     """Look at directories, and put those of one store together: its first one, then the others in order.
 
     Raises:
-        ConfigError: There is no such directory, it is one rank's, or some but not all directories of a store follow
-            its first.
+        ConfigError: There is no such directory, it is one rank's, or named twice; or some but not all directories of
+            a store follow its first.
         FormatError: One is not FlatCake's, or of another format.
         OwnershipError: One may not be read.
     """
@@ -30,6 +30,8 @@ def group(files: Files, directories: list[str]) -> list[list[Root]]:
     begun: list[list[Root]] = []
     for directory in directories:
         roots = find_roots(files, directory)
+        for path in {root.path for root in roots} & {root.path for store in stores for root in store}:
+            raise ConfigError(f"{path}: named twice; name it once")
         before = [next((store for store in begun if _follows(store, root)), None) for root in roots]
         if all(before):
             for store, root in zip(before, roots, strict=True):

@@ -291,6 +291,17 @@ def test_some_but_not_all_directories_are_a_mistake(tmp_path: Path) -> None:
         group(Files(), [str(home) for home in homes[:2]])
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("again", ["", "catalog", "../fc"])
+def test_a_directory_named_twice_is_a_mistake_and_not_in_use(
+    tmp_path: Path, command: str, again: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "fc"
+    Kept(home)
+    assert main([command, str(home), f"{home}/{again}"], environ={}) == 2
+    assert f"{home}: named twice" in capsys.readouterr().err
+
+
 def test_each_replica_is_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     homes = [tmp_path / name for name in "ab"]
     kept = [Kept(homes, replica=(number, 2)) for number in range(2)]
