@@ -116,6 +116,10 @@ class Saves:
         if progress is not None and progress.left:
             self.coordinator.counts["save_blocks_left_window"] += progress.left
 
+    def reset(self) -> None:
+        """Nothing is stored any more; saves under way end as failures."""
+        self._progress.clear()
+
     def take_orders(self) -> list[SaveOrder]:
         """What was begun since the last call."""
         orders, self._orders = self._orders, []

@@ -185,6 +185,7 @@ class SchedulerSide:
         for name in list(self._hits):
             self._drop(name)
         self._orders.cancels.extend(self._loading)
+        self.saves.reset()
         return self.coordinator.reset()
 
     def close(self) -> None:

@@ -416,3 +416,24 @@ def test_the_end_of_what_was_saved_is_the_first_that_vllm_takes_back(tmp_path: P
     assert engine.pool.free[:10] == order, "each goes to the front"
     assert request.state == "ended"
     engine.close()
+
+
+def test_what_is_computed_again_after_a_reset_is_saved_again(tmp_path: Path) -> None:
+    """As vLLM does when weights have changed: running requests are preempted, and everything is forgotten."""
+    files = FaultyFiles()
+    engine = windowed(tmp_path, files=files)
+    gate = files.hold("write")
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    while engine.side.saves.is_idle:
+        engine.step()
+    held = BLOCKS - 1 - len(engine.pool.free)
+    engine.side.reset()
+    engine.preempt("1")
+    assert 0 < BLOCKS - 1 - len(engine.pool.free) < held, "what is being saved stays until its writes have returned"
+    gate.set()
+    engine.settle()
+    assert request.loaded_tokens == 0
+    again = ask("2", prompt(1, 42), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 40
+    engine.close()
