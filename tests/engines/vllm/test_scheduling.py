@@ -375,23 +375,31 @@ def test_a_save_that_fails_in_the_middle_costs_what_follows(tmp_path: Path) -> N
 
 def test_what_has_left_its_window_is_counted_once(tmp_path: Path) -> None:
     """A token a step, and no second save while the first is under way: what is behind that cannot be saved."""
-    engine = windowed(tmp_path, chunk=1, io=IO | {"saves_max": 1})
-    request = engine.add(ask("1", prompt(1, 60), "s"))
-    engine.settle()
+    files = FaultyFiles()
+    engine = windowed(tmp_path, chunk=1, files=files, io=IO | {"saves_max": 1})
+    gate, request = files.hold("write"), engine.add(ask("1", prompt(1, 60), "s"))
+    while "1" in engine.requests:
+        engine.step()
     counts = engine.side.coordinator.counters()
-    assert request.state == "ended" and counts["refused: too many saves under way"]
+    gate.set()
+    engine.settle()
     saved = engine.side.coordinator.match(engine.side.block_keys.keys(request, 15)).blocks
-    assert counts["save_blocks_left_window"] <= 15 - saved
+    assert counts["refused: too many saves under way"] == 1, "the next try comes too late"
+    assert 0 < saved and 0 < counts["save_blocks_left_window"] <= 15 - saved
     engine.close()
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8)])
 def test_a_load_that_brings_nothing_is_not_tried_for_ever(tmp_path: Path, windows: tuple[int, ...]) -> None:
     """Every load is late, but nothing that is stored is bad: the request is computed."""
-    engine = windowed(tmp_path, *windows, timeouts={"restore_ns": 1})
+    files = FaultyFiles()
+    engine = windowed(tmp_path, *windows, files=files, timeouts={"restore_ns": 1})
     engine.run(ask("1", prompt(1, 42), "s"))
-    late = ask("2", prompt(1, 42), "s")
-    engine.run(late)
+    gate, late = files.hold("read"), engine.add(ask("2", prompt(1, 42), "s"))
+    while late.state != "ended" and not any(load.restore.dropped for load in engine.workers[0]._loads.values()):
+        engine.step()
+    gate.set()
+    engine.settle()
     assert late.loaded_tokens == 0 and late.failures <= 1
     engine.close()
 
