@@ -385,7 +385,7 @@ def test_what_has_left_its_window_is_counted_once(tmp_path: Path) -> None:
     engine.settle()
     saved = engine.side.coordinator.match(engine.side.block_keys.keys(request, 15)).blocks
     assert counts["refused: too many saves under way"] == 1, "the next try comes too late"
-    assert 0 < saved and 0 < counts["save_blocks_left_window"] <= 15 - saved
+    assert saved > 0 and 0 < counts["save_blocks_left_window"] <= 15 - saved
     engine.close()
 
 
