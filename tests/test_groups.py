@@ -1,14 +1,16 @@
 """Engines with several groups of layers, each with its page table: windows that need only the end of a prefix."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from flatcake.errors import PageTableError
+from flatcake.errors import PageTableError, ShapeError
 from flatcake.gva import Medium
 from flatcake.io.paged import PagedKV
+from flatcake.loop.loop import Loop
 from flatcake.placement import Turn
 from flatcake.store import Store
 from tests.stores import (
@@ -152,4 +154,33 @@ def test_blocks_before_the_first_one_stay_missing(tmp_path: Path) -> None:
         assert store.match(tokens).blocks == 0
         assert store.save("s", tokens[: 2 * 2 * P], source).published(WAIT_S)
         assert store.match(tokens).blocks == BLOCKS
+        check(store)
+
+
+class NoPages:
+    def take(self, count: int) -> None:
+        return None
+
+    def give_back(self, pages: Pages) -> None:
+        raise AssertionError("nothing was taken")
+
+
+def test_the_loop_hands_out_one_page_table_and_says_so(tmp_path: Path) -> None:
+    with open_groups(Memory(LAYOUT), tmp_path) as store, pytest.raises(ShapeError, match="3 groups of layers"):
+        Loop(store, pages=NoPages())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("medium", list(Medium))
+def test_a_restore_into_no_page_at_all_is_over_and_holds_nothing(device: str, medium: Medium, tmp_path: Path) -> None:
+    memory = Memory(LAYOUT, device)
+    with open_groups(memory, tmp_path) as store:
+        tokens, ended = make_tokens("a", BLOCKS), threading.Event()
+        assert store.save("s", tokens, tables(2), TURNS[medium]).published(WAIT_S)
+        with store.lease(store.match(tokens)) as lease:
+            restore = store.restore(lease, np.full((3, 2 * BLOCKS), -1))
+            restore.on_end(ended.set)
+            assert all(restore.wait_layer(layer, verified=True) for layer in range(len(GROUPS)))
+            assert restore.result().read_bytes == 0 and ended.wait(WAIT_S)
+        assert store.catalog.open_counts() == {"leases": 0, "plans": 0, "draining": 0}
         check(store)

@@ -21,8 +21,8 @@ def group(files: Files, directories: list[str]) -> list[list[Root]]:
     """Look at directories, and put those of one store together: its first one, then the others in order.
 
     Raises:
-        ConfigError: There is no such directory, it is one rank's, or some but not all directories of a store follow
-            its first.
+        ConfigError: There is no such directory, it is one rank's, or named twice; or some but not all directories of
+            a store follow its first.
         FormatError: One is not FlatCake's, or of another format.
         OwnershipError: One may not be read.
     """
@@ -30,6 +30,8 @@ def group(files: Files, directories: list[str]) -> list[list[Root]]:
     begun: list[list[Root]] = []
     for directory in directories:
         roots = find_roots(files, directory)
+        for path in {root.path for root in roots} & {root.path for store in stores for root in store}:
+            raise ConfigError(f"{path}: named twice; name it once")
         before = [next((store for store in begun if _follows(store, root)), None) for root in roots]
         if all(before):
             for store, root in zip(before, roots, strict=True):
@@ -110,7 +112,7 @@ def _ranks(files: Files, roots: Sequence[Root], about: About | None) -> tuple[Ra
         known = looked.get(files.real_path(path))
         return known or (look_rank(files, path) if first.is_engine else look(files, path))
 
-    if about is not None and len(roots) == 1 and (len(about.directories) > 1 or not first.homes):
+    if about is not None and len(roots) == 1 and len(about.directories) > 1:
         _require_unmoved(files, first, about)
         paths = {home.rank: home.directories for home in about.homes}
     else:
@@ -121,7 +123,7 @@ def _ranks(files: Files, roots: Sequence[Root], about: About | None) -> tuple[Ra
 
 def _require_unmoved(files: Files, first: Root, about: About) -> None:
     was, now = about.homes[0].directories[0], files.real_path(first.home_of(about.homes[0].rank))
-    if first.homes and was != now:
+    if was != now:
         raise ConfigError(
             f"{now}: was {was} when its store was open; name all of its {len(about.directories)} directories in order"
         )

@@ -18,7 +18,7 @@ import itertools
 from types import TracebackType
 
 from flatcake.clock import Clock, MonotonicClock
-from flatcake.errors import ClosedError
+from flatcake.errors import ClosedError, ShapeError
 from flatcake.gva import Medium
 from flatcake.loop.driver import Driver
 from flatcake.loop.outlet import Outlet
@@ -42,6 +42,9 @@ class Loop:
             before its first scatter.  None: for the current stream of the thread that starts the restore.
         clock: Monotonic time; tests bring their own.
         options: Bounds of waits.
+
+    Raises:
+        ShapeError: The store has several groups of layers, each with a page table; the loop hands out one.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class Loop:
         clock: Clock | None = None,
         options: LoopOptions | None = None,
     ) -> None:
+        if store.plane.kv.groups > 1:
+            raise ShapeError(f"a store of {store.plane.kv.groups} groups of layers: expected one; use `Store.restore`")
         self._store = store
         self._clock = clock or MonotonicClock()
         self._options = options or LoopOptions()

@@ -291,6 +291,17 @@ def test_some_but_not_all_directories_are_a_mistake(tmp_path: Path) -> None:
         group(Files(), [str(home) for home in homes[:2]])
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("again", ["", "catalog", "../fc"])
+def test_a_directory_named_twice_is_a_mistake_and_not_in_use(
+    tmp_path: Path, command: str, again: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "fc"
+    Kept(home)
+    assert main([command, str(home), f"{home}/{again}"], environ={}) == 2
+    assert f"{home}: named twice" in capsys.readouterr().err
+
+
 def test_each_replica_is_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     homes = [tmp_path / name for name in "ab"]
     kept = [Kept(homes, replica=(number, 2)) for number in range(2)]
@@ -310,6 +321,22 @@ def test_a_store_and_an_engine_in_one_directory_are_two(tmp_path: Path, capsys: 
     code, stores = called(capsys, "verify", str(tmp_path))
     assert code == 0 and [len(store["ranks"]) for store in stores] == [1, 2]
     assert [store["catalog"] for store in stores] == [str(tmp_path), f"{tmp_path}/catalog"]
+
+
+@pytest.mark.parametrize("directories", [1, 2])
+def test_a_copy_without_its_ranks_is_not_sound_because_of_the_original(
+    tmp_path: Path, directories: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Kept([tmp_path / name for name in "ab"[:directories]])
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "a" / "catalog", copy / "catalog")
+    for command in ("inspect", "verify"):
+        code = main([command, str(copy)], environ={})
+        said = capsys.readouterr()
+        if directories == 1:
+            assert code == 1 and f"{copy}/rank-0: there is no such directory" in said.out
+        else:
+            assert code == 2 and "when its store was open; name all of its 2 directories" in said.err
 
 
 def test_the_manifest_says_where_the_ranks_are(kept: Kept) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from flatcake.catalog import Refused
 from flatcake.coordinator import Coordinator
 from flatcake.engines.vllm.blockkeys import BlockKeys
@@ -41,6 +39,18 @@ class _Held:
 
 
 @dataclass(slots=True)
+class _Progress:
+    """How far the saves of a request are."""
+
+    begun: int = 0
+    """Blocks of the store that are saved, or being saved."""
+    tried: int = 0
+    """Full blocks of vLLM when more was last tried."""
+    left: int = 0
+    """Blocks of the store that could not be saved, as what is before them has left its window unsaved."""
+
+
+@dataclass(slots=True)
 class Saves:
     """The saves of one engine.  For the scheduler's thread alone."""
 
@@ -53,8 +63,8 @@ class Saves:
     """Where somebody listens to KV events."""
     _running: dict[str, EngineRequest] = field(default_factory=dict)
     """Requests that may lose blocks while they run."""
-    _begun: dict[str, int] = field(default_factory=dict)
-    """By request: blocks of the store that are saved, or being saved."""
+    _progress: dict[str, _Progress] = field(default_factory=dict)
+    """By request."""
     _held: dict[int, _Held] = field(default_factory=dict)
     """By plan."""
     _orders: list[SaveOrder] = field(default_factory=list)
@@ -68,6 +78,7 @@ class Saves:
         """vLLM has blocks for a request, and computes it from now on."""
         if self.groups.window_min:
             self._running[request.request_id] = request
+            self._progress_of(request.request_id).tried = 0  # It may have been preempted, and begins anew.
 
     def step(self, scheduled: Mapping[str, int], tables_of: Callable[[str], BlockTables]) -> None:
         """Save what may be given back before the next step, after this one has computed it.
@@ -83,14 +94,17 @@ class Saves:
             if request is None:
                 continue
             tokens = request.num_computed_tokens + count
-            begun, sizes = self._begun.get(name, 0), self.block_keys.sizes
-            if begun * sizes.store + sizes.engine <= tokens - self.groups.window_min + 1:
-                # Tokens that are known by now are final; those behind them may be guesses.
-                self._save(request, tables_of(name), min(tokens, request.num_tokens))
+            progress, sizes = self._progress_of(name), self.block_keys.sizes
+            # Tokens that are known by now are final; those behind them may be guesses.
+            known = min(tokens, request.num_tokens)
+            is_due = progress.begun * sizes.store + sizes.engine <= tokens - self.groups.window_min + 1
+            if is_due and known // sizes.engine > progress.tried:
+                self._save(request, tables_of(name), known)
 
     def finish(self, request: EngineRequest, tables: BlockTables) -> None:
         """A request has ended: save what is not saved yet."""
-        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        in_flight = getattr(request, "num_in_flight_tokens", 0)  # Of a preempted request, more than it has computed.
+        computed = max(0, request.num_computed_tokens - in_flight)
         full = self._save(request, tables, computed)
         self.sessions.finish(self.sessions.name(request), request, full)
         self.forget(request.request_id)
@@ -98,7 +112,13 @@ class Saves:
     def forget(self, name: str) -> None:
         """A request is gone; saves under way go on."""
         self._running.pop(name, None)
-        self._begun.pop(name, None)
+        progress = self._progress.pop(name, None)
+        if progress is not None and progress.left:
+            self.coordinator.counts["save_blocks_left_window"] += progress.left
+
+    def reset(self) -> None:
+        """Nothing is stored any more; saves under way end as failures."""
+        self._progress.clear()
 
     def take_orders(self) -> list[SaveOrder]:
         """What was begun since the last call."""
@@ -122,13 +142,14 @@ class Saves:
         full = min(tokens // sizes.engine, len(request.block_hashes), *(len(blocks) for blocks in tables))
         blocks = full // sizes.ratio
         table = table_of(tables, blocks * sizes.ratio)
-        begun = self._begun.get(request.request_id, 0)
+        progress = self._progress_of(request.request_id)
+        begun, progress.tried = progress.begun, full
         first_block = max(begun, -(-first_whole(table) // sizes.ratio))
         if first_block >= blocks:
             return full
         keys = self.block_keys.keys(request, blocks)
         if first_block > begun and self.coordinator.match(keys[:first_block]).blocks < first_block:
-            self.coordinator.counts["save_blocks_left_window"] += blocks - first_block
+            progress.left = blocks - first_block
             return full
         session = self.sessions.name(request)
         turn = replace(self.sessions.turn(session, request, request.num_tokens), first_block=first_block)
@@ -136,7 +157,7 @@ class Saves:
         if isinstance(plan, Refused):
             log.info("save of %s refused: %s", request.request_id, plan.reason)
             return full
-        self._begun[request.request_id] = blocks
+        progress.begun, progress.left = blocks, 0
         if len(plan.runs):
             table[:, : first_block * sizes.ratio] = -1
             self._hold(plan.plan_id, keys, table)
@@ -145,7 +166,11 @@ class Saves:
                 self.changes.expect(keys, self.block_keys.digests(request, blocks), request, session)
         return full
 
+    def _progress_of(self, name: str) -> _Progress:
+        return self._progress.setdefault(name, _Progress())
+
     def _hold(self, plan_id: int, keys: KeyArray, table: Int64Array) -> None:
-        blocks = [self.pool.blocks[number] for number in np.unique(table[table >= 0]).tolist()]
+        in_order = table.T  # A prefix of them is of use by itself.
+        blocks = [self.pool.blocks[number] for number in in_order[in_order >= 0].tolist()]
         self.pool.touch(blocks)
         self._held[plan_id] = _Held(keys, blocks)

@@ -71,6 +71,8 @@ class SchedulerSide:
     """Granted requests that vLLM was told of in this step."""
     _loading: dict[str, _Loading] = field(default_factory=dict)
     """Asynchronous loads under way."""
+    _tried: dict[str, int] = field(default_factory=dict)
+    """Up to which token a request was to be loaded between steps, until vLLM has begun to compute it."""
     _sources: dict[str, dict[Medium, int]] = field(default_factory=dict)
     _orders: Orders = field(default_factory=Orders)
 
@@ -86,7 +88,8 @@ class SchedulerSide:
         if hit is None:
             return 0, False
         hit.computed, tokens = computed, hit.lease.tokens - computed
-        if self.loads.is_late(name):
+        # It asks again after a load that brought nothing: a second try is for less, or else there is no end to it.
+        if self.loads.is_late(name) or hit.lease.tokens >= self._tried.get(name, math.inf):
             self._given_up.add(name)
             tokens = 0
         if tokens <= 0:
@@ -106,6 +109,7 @@ class SchedulerSide:
         self._answered.discard(name)
         self._keys_of.pop(name, None)
         self._given_up.discard(name)
+        self._tried.pop(name, None)
         hit = self._hits.get(name)
         if hit is None or tokens <= 0:
             self._drop(name)
@@ -121,6 +125,7 @@ class SchedulerSide:
         slots = self.loads.start(name) if hit.is_held else None
         if hit.is_async:
             self._loading[name] = _Loading(self._bytes_by_medium(lease, hit.computed, end))
+            self._tried[name] = end
         lease.close()
         order = LoadOrder(
             request_id=name,
@@ -164,6 +169,7 @@ class SchedulerSide:
         """A request has ended: its blocks are saved, and held until that is over."""
         name = request.request_id
         self._given_up.discard(name)
+        self._tried.pop(name, None)
         self._drop(name)
         if name in self._loading:  # vLLM keeps the blocks until the end of the load is reported.
             self.loads.drop(name)
@@ -179,6 +185,7 @@ class SchedulerSide:
         for name in list(self._hits):
             self._drop(name)
         self._orders.cancels.extend(self._loading)
+        self.saves.reset()
         return self.coordinator.reset()
 
     def close(self) -> None:

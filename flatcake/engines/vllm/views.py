@@ -22,7 +22,10 @@ class KVViews:
 
     kv: PagedKV
     layer_of: Mapping[str, int]
-    """Number of the store's layer, by vLLM's name; layers of one group that share a tensor have the same."""
+    """Number of the store's layer, by vLLM's name; layers of one group that share a tensor have the same.
+
+    Where there are several groups, a layer that uses another's KV is in none and has no number.
+    """
     pages_per_block: int
     """Pages of the tensors in one of vLLM's blocks: more than 1 where a kernel wants smaller ones."""
 
@@ -45,12 +48,16 @@ def view_caches(
         groups: Names of the layers in each of its groups.
 
     Raises:
-        ShapeError: A layer is no single tensor, its first axis does not count blocks, or it is in no group.
+        ShapeError: A layer is no single tensor, its first axis does not count blocks, or it is in no group and has
+            a tensor of its own.
     """
     tensors: list[torch.Tensor] = []
     layer_of: dict[str, int] = {}
     seen: dict[tuple[int, int, tuple[int, ...]], int] = {}
     number_of = {name: number for number, names in enumerate(groups) for name in names}
+    grouped = {
+        tensor.data_ptr() for name, tensor in caches.items() if name in number_of and isinstance(tensor, torch.Tensor)
+    }
     ratios, group_of = set(), []
     for name in sorted(caches, key=_layer_key):
         tensor = caches[name]
@@ -63,6 +70,8 @@ def view_caches(
             )
         ratios.add(ratio)
         group = number_of.get(name, 0 if len(groups) == 1 else None)  # A layer that shares another's KV has no group.
+        if group is None and tensor.data_ptr() in grouped:
+            continue
         if group is None:
             raise ShapeError(f"layer {name}: is in none of {len(groups)} groups of KV cache")
         key = (group, tensor.data_ptr(), tuple(tensor.shape))

@@ -347,12 +347,12 @@ def again(path: str, directory: str, cached: int, options: Report) -> Report:
 
 
 def overlapped(path: str, directory: str) -> Report:
-    """vLLM's default processes, steps scheduled ahead: damaged bytes, and sessions side by side."""
+    """vLLM's default processes: damaged bytes, and sessions side by side."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
     flip_files(directory)  # What `fill` has left.
-    llm = LLM(model=path, disable_log_stats=False, async_scheduling=True, **engine_options(directory))
+    llm = LLM(model=path, disable_log_stats=False, **engine_options(directory))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 
     def ask(salt: str) -> list[Answer]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatcake.gva import Medium
-from tests.engines.vllm.toy import BLOCKS, LAYERS, TOKENS, ToyEngine, ToyRequest, prompt
+from tests.engines.vllm.toy import BLOCKS, IO, LAYERS, TOKENS, ToyEngine, ToyRequest, prompt
 from tests.fakes import FaultyFiles
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -223,14 +223,14 @@ def test_one_rank_that_lost_its_files_costs_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("windows", [(0,), (0, 10), (6,), (8, 0, 13)])
 def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, windows: tuple[int, ...], seed: int) -> None:
-    """Sessions that grow and share, aborts, faults; `ToyEngine` compares every block that a token sees."""
+    """Sessions that grow and share, aborts, preemptions, faults; `ToyEngine` compares every block that a token sees."""
     rng, files = random.Random(seed), FaultyFiles()
     engine = ToyEngine(
         tmp_path,
         ranks=1 + seed % 2,
         files=files,
         windows=windows,
-        chunk=(7, 1 << 20)[seed // 2],
+        chunk=(7, 1 << 20)[seed // 2 % 2],
         engine={"loads_max": 2},
     )
     sessions = {f"s{number}": prompt(number % 3, rng.randrange(4, 20)) for number in range(6)}
@@ -245,6 +245,9 @@ def test_random_traffic_runs_on_right_bytes_only(tmp_path: Path, windows: tuple[
             engine.step()
         if rng.random() < 0.1 and request.request_id in engine.requests and request.state != "ended":
             engine.abort(request.request_id)
+        running = [name for name, each in engine.requests.items() if each.state == "running"]
+        if running and rng.random() < 0.2:
+            engine.preempt(rng.choice(running))
         if rng.random() < 0.3:
             engine.settle()
             loaded += request.loaded_tokens
@@ -367,4 +370,78 @@ def test_a_save_that_fails_in_the_middle_costs_what_follows(tmp_path: Path) -> N
     more = ask("3", prompt(1, 42), "s")
     engine.run(more)
     assert more.loaded_tokens == 40
+    engine.close()
+
+
+def test_what_has_left_its_window_is_counted_once(tmp_path: Path) -> None:
+    """A token a step, and no second save while the first is under way: what is behind that cannot be saved."""
+    files = FaultyFiles()
+    engine = windowed(tmp_path, chunk=1, files=files, io=IO | {"saves_max": 1})
+    gate, request = files.hold("write"), engine.add(ask("1", prompt(1, 60), "s"))
+    while "1" in engine.requests:
+        engine.step()
+    counts = engine.side.coordinator.counters()
+    gate.set()
+    engine.settle()
+    saved = engine.side.coordinator.match(engine.side.block_keys.keys(request, 15)).blocks
+    assert counts["refused: too many saves under way"] == 1, "the next try comes too late"
+    assert saved > 0 and 0 < counts["save_blocks_left_window"] <= 15 - saved
+    engine.close()
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8)])
+def test_a_load_that_brings_nothing_is_not_tried_for_ever(tmp_path: Path, windows: tuple[int, ...]) -> None:
+    """Every load is late, but nothing that is stored is bad: the request is computed."""
+    files = FaultyFiles()
+    engine = windowed(tmp_path, *windows, files=files, timeouts={"restore_ns": 1})
+    engine.run(ask("1", prompt(1, 42), "s"))
+    gate, late = files.hold("read"), engine.add(ask("2", prompt(1, 42), "s"))
+    while late.state != "ended" and not any(load.restore.dropped for load in engine.workers[0]._loads.values()):
+        engine.step()
+    gate.set()
+    engine.settle()
+    assert late.loaded_tokens == 0 and late.failures <= 1
+    engine.close()
+
+
+def test_a_preempted_request_can_be_aborted_while_its_last_step_is_in_flight(engine: ToyEngine) -> None:
+    """Then vLLM says that it has computed nothing, has no blocks, and has tokens in flight."""
+    request = ask("1", prompt(1, 42), "s", num_in_flight_tokens=6, tables=[[]])
+    engine.side.finished(request, request.tables)
+    engine.settle()
+    assert not engine.side.coordinator.match(engine.side.block_keys.keys(request, 10)).blocks
+
+
+def test_the_end_of_what_was_saved_is_the_first_that_vllm_takes_back(tmp_path: Path) -> None:
+    engine = ToyEngine(tmp_path)
+    engine.pool.free.reverse()
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    engine.step()
+    (held,) = engine.side.saves._held.values()
+    order = [block.number for block in held.blocks]
+    engine.settle()
+    assert len(order) == 10 and order == sorted(order, reverse=True), "in the order of tokens"
+    assert engine.pool.free[:10] == order, "each goes to the front"
+    assert request.state == "ended"
+    engine.close()
+
+
+def test_what_is_computed_again_after_a_reset_is_saved_again(tmp_path: Path) -> None:
+    """As vLLM does when weights have changed: running requests are preempted, and everything is forgotten."""
+    files = FaultyFiles()
+    engine = windowed(tmp_path, files=files)
+    gate = files.hold("write")
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    while engine.side.saves.is_idle:
+        engine.step()
+    held = BLOCKS - 1 - len(engine.pool.free)
+    engine.side.reset()
+    engine.preempt("1")
+    assert 0 < BLOCKS - 1 - len(engine.pool.free) < held, "what is being saved stays until its writes have returned"
+    gate.set()
+    engine.settle()
+    assert request.loaded_tokens == 0
+    again = ask("2", prompt(1, 42), "s")
+    engine.run(again)
+    assert again.loaded_tokens == 40
     engine.close()

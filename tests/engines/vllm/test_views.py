@@ -34,8 +34,10 @@ def test_groups_share_their_memory_and_not_their_blocks() -> None:
     assert views.layer_of == {"l.0": 0, "l.1": 1, "l.2": 2, "l.3": 3}
     assert views.kv.layer_groups.tolist() == [0, 1, 0, 1]
     assert views.pages(np.array([[3, 4], [-1, 5]])).tolist() == [[3, 4], [-1, 5]]
+    user = view_caches(caches | {"l.4": one}, block_tokens=TOKENS, block_count=BLOCKS, groups=groups)
+    assert user.layer_of == views.layer_of, "a layer that uses another's KV is stored as that one's"
     with pytest.raises(ShapeError, match=r"layer l.4: is in none of 2 groups"):
-        view_caches(caches | {"l.4": one}, block_tokens=TOKENS, block_count=BLOCKS, groups=groups)
+        view_caches(caches | {"l.4": one.clone()}, block_tokens=TOKENS, block_count=BLOCKS, groups=groups)
 
 
 def test_a_kernel_with_smaller_pages() -> None:

@@ -60,6 +60,7 @@ class ToyRequest:
     session_id: str | None = None
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
+    num_in_flight_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
     """Blocks of each group; 0 where there is none."""
     state: str = "waiting"
@@ -185,8 +186,16 @@ class ToyEngine:
     def abort(self, name: str) -> None:
         self._finish(self.requests[name])
 
+    def preempt(self, name: str) -> None:
+        """Take a running request's blocks; it begins anew, and nobody is told."""
+        request = self.requests[name]
+        assert request.state == "running", request.state
+        self._free(request)
+        request.num_computed_tokens, request.state = 0, "waiting"
+
     def check(self) -> None:
         self.side.check()
+        assert not self.side._tried and not self.side.saves._progress, "of requests that are gone"
         held = self.side.coordinator.catalog.open_counts()
         assert held == {"leases": 0, "plans": 0, "draining": 0}, held
         assert sorted(self.pool.free) == list(range(1, BLOCKS))
