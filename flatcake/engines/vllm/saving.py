@@ -1,7 +1,7 @@
 """Which blocks of a request are saved, and when; vLLM's blocks are held until their save is over.
 
 A request is saved as one turn when it has ended.  Where layers have windows, vLLM gives blocks back earlier: then
-what is computed is saved by the step that could be the last to have it, and the rest at the end.
+what is computed is saved when half a window has passed since, which leaves time to try again, and the rest at the end.
 Write path:  [step], [finish] -> coordinator -> orders -> workers -> [settle]
 """
 
@@ -62,7 +62,9 @@ class Saves:
     changes: Changes | None = None
     """Where somebody listens to KV events."""
     _running: dict[str, EngineRequest] = field(default_factory=dict)
-    """Requests that may lose blocks while they run."""
+    """Requests that have blocks."""
+    _stale: set[str] = field(default_factory=set)
+    """Those of them whose KV is of before a reset."""
     _progress: dict[str, _Progress] = field(default_factory=dict)
     """By request."""
     _held: dict[int, _Held] = field(default_factory=dict)
@@ -76,12 +78,14 @@ class Saves:
 
     def watch(self, request: EngineRequest) -> None:
         """vLLM has blocks for a request, and computes it from now on."""
-        if self.groups.window_min:
-            self._running[request.request_id] = request
-            self._progress_of(request.request_id).tried = 0  # It may have been preempted, and begins anew.
+        name = request.request_id
+        self._running[name] = request
+        self._progress_of(name).tried = 0  # It may have been preempted, and begins anew.
+        if not request.num_computed_tokens:
+            self._stale.discard(name)
 
     def step(self, scheduled: Mapping[str, int], tables_of: Callable[[str], BlockTables]) -> None:
-        """Save what may be given back before the next step, after this one has computed it.
+        """Save what may be given back soon, after this step has computed it.
 
         Args:
             scheduled: Tokens that this step computes, by request.
@@ -97,7 +101,7 @@ class Saves:
             progress, sizes = self._progress_of(name), self.block_keys.sizes
             # Tokens that are known by now are final; those behind them may be guesses.
             known = min(tokens, request.num_tokens)
-            is_due = progress.begun * sizes.store + sizes.engine <= tokens - self.groups.window_min + 1
+            is_due = progress.begun * sizes.store + sizes.engine <= tokens - self.groups.window_min // 2
             if is_due and known // sizes.engine > progress.tried:
                 self._save(request, tables_of(name), known)
 
@@ -112,13 +116,15 @@ class Saves:
     def forget(self, name: str) -> None:
         """A request is gone; saves under way go on."""
         self._running.pop(name, None)
+        self._stale.discard(name)
         progress = self._progress.pop(name, None)
         if progress is not None and progress.left:
             self.coordinator.counts["save_blocks_left_window"] += progress.left
 
     def reset(self) -> None:
-        """Nothing is stored any more; saves under way end as failures."""
+        """Nothing is stored any more, nor is what was computed before worth it; saves under way end as failures."""
         self._progress.clear()
+        self._stale.update(self._running)
 
     def take_orders(self) -> list[SaveOrder]:
         """What was begun since the last call."""
@@ -139,6 +145,8 @@ class Saves:
     def _save(self, request: EngineRequest, tables: BlockTables, tokens: int) -> int:
         """Begin to save the first `tokens` tokens; returns vLLM's full blocks among them."""
         sizes = self.block_keys.sizes
+        if request.request_id in self._stale:
+            return 0
         full = min(tokens // sizes.engine, len(request.block_hashes), *(len(blocks) for blocks in tables))
         blocks = full // sizes.ratio
         table = table_of(tables, blocks * sizes.ratio)

@@ -181,9 +181,10 @@ class Engine:
         """Step until the engine has nothing left, and what the ranks reported is settled."""
         import threading
 
+        settled = threading.Event()
         while self.core.scheduler.has_requests():
             self.core.step()
-        settled = threading.Event()
+            settled.wait(0.001)  # As vLLM's own loop: other threads must run.
         self.side.coordinator.fence(settled.set)
         assert settled.wait(30)
         self.side.check()

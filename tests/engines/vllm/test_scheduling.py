@@ -445,3 +445,41 @@ def test_what_is_computed_again_after_a_reset_is_saved_again(tmp_path: Path) -> 
     engine.run(again)
     assert again.loaded_tokens == 40
     engine.close()
+
+
+def test_a_refused_part_is_tried_again_before_it_leaves_its_window(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    engine = windowed(tmp_path, 0, 16, chunk=2, files=files, io=IO | {"saves_max": 1})
+    gate = files.hold("write")
+    engine.add(ask("other", prompt(9, 9), "o"))
+    while engine.side.saves.is_idle:
+        engine.step()
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    while not engine.side.coordinator.counters()["refused: too many saves under way"]:
+        engine.step()
+    gate.set()
+    while not engine.side.saves.is_idle:
+        engine.side.take_output(engine.workers[0].take_reports(), set())
+        engine.side.saves.settle()
+    assert request.state == "running"
+    engine.settle()
+    again = ask("2", prompt(1, 42), "s")
+    engine.run(again)
+    assert again.loaded_tokens >= 32, "all but a last part, which met another one of its own"
+    engine.close()
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8)])
+def test_what_was_computed_before_a_reset_is_not_saved_after_it(tmp_path: Path, windows: tuple[int, ...]) -> None:
+    engine = windowed(tmp_path, *windows)
+    request = engine.add(ask("1", prompt(1, 42), "s"))
+    for _ in range(2):
+        engine.step()
+    engine.side.reset()
+    assert request.state == "running"
+    engine.settle()
+    for loaded in (0, 40):
+        again = ask(f"again {loaded}", prompt(1, 42), "s")
+        engine.run(again)
+        assert again.loaded_tokens == loaded
+    engine.close()

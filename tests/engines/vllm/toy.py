@@ -34,6 +34,7 @@ from flatcake.keys import Identity
 from flatcake.sched.settings import fit_window
 
 TOKENS, BLOCKS, LAYERS, HEADS, CONTENT = 4, 96, 3, 2, 64
+PAUSE_S = 0.001
 WAIT_S = 60
 """Far beyond what anything takes; reaching it is a failure."""
 SIZES = {"ssd_bytes_max": "8MiB", "pool_file_bytes": "2MiB", "dram_bytes_max": "4MiB", "ssd_free_bytes_min": 0}
@@ -160,6 +161,8 @@ class ToyEngine:
         self.side = SchedulerSide(coordinator, loads, saves, keys, self.groups, self.config.engine.hold_ns_max)
         self.requests: dict[str, ToyRequest] = {}
         self._loaded_on: Counter[str] = Counter()
+        self._pause = threading.Event()
+        """Never set: lets other threads run when there is nothing to compute, as vLLM's loop does."""
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -242,6 +245,8 @@ class ToyEngine:
             if request.state == "running" and request.num_computed_tokens == request.num_tokens:
                 request.num_output_tokens = 1
                 self._finish(request)
+        if not scheduled:
+            self._pause.wait(PAUSE_S)
 
     def _admit(self, request: ToyRequest) -> bool:
         """Whether a request is computed in this step."""
