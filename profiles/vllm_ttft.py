@@ -2,9 +2,9 @@
 
     .venv-engines/bin/python profiles/vllm_ttft.py --directory DIR --record
 
-Run from the root, in the venv of `make test-engines`.  The three take turns, so that whatever else the machine does
-hits all of them.  vLLM's own prefix cache is emptied before each.  The model is small and its weights are random: the
-ratio says what the path costs, not what a real model gains.
+Run from the root, in the venv of `make test-engines`.  The engine runs in processes of its own, as by default.  The
+three take turns, so that whatever else the machine does hits all of them.  vLLM's own prefix cache is emptied before
+each.  The model is small and its weights are random: the ratio says what the path costs, not what a real model gains.
 """
 
 import argparse
@@ -13,37 +13,53 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.engines.vllm.engine import ENVIRONMENT, Ask, Engine, make_model, words
+from tests.engines.vllm.engine import ENVIRONMENT, engine_options, make_model, words
 
 BIG = {"ssd_bytes_max": "1GiB", "pool_file_bytes": "256MiB", "dram_bytes_max": "512MiB"}
 
 
-def time_first_token(engine: Engine, ask: Ask) -> tuple[float, int]:
-    """Seconds until the first token, and the tokens that came from the store."""
-    engine.forget()
-    begin_s = time.perf_counter()
-    (output,) = engine.llm.generate([engine.prompt(ask)], [engine.params(ask)], use_tqdm=False)
-    return time.perf_counter() - begin_s, output.num_cached_tokens
+class Engine:
+    """vLLM, asked one request at a time."""
+
+    def __init__(self, model: str, directory: str, tokens: int) -> None:
+        from vllm import LLM
+
+        options = engine_options(directory, capacity=BIG) | {"max_model_len": tokens + 64}
+        self._llm = LLM(model=model, **options)
+
+    def first_token(self, tokens: list[int], session: str = "", salt: str = "") -> tuple[float, int]:
+        """Seconds until the first token, and the tokens that came from the store."""
+        from vllm import SamplingParams
+
+        while not self._llm.reset_prefix_cache():  # Blocks are held until they are saved.
+            time.sleep(0.01)
+        extra = {"kv_transfer_params": {"session_id": session}} if session else None
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args=extra)
+        prompt = {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {})
+        begin_s = time.perf_counter()
+        (output,) = self._llm.generate([prompt], [params], use_tqdm=False)
+        return time.perf_counter() - begin_s, output.num_cached_tokens or 0
 
 
 def measure(engine: Engine, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     ssd, dram = words(1, tokens), words(2, tokens)
-    engine.one(ssd, "ssd", new=1)
-    engine.one(words(3, 5), "dram", new=1)  # A short first turn: the second one goes to DRAM.
-    engine.one(dram, "dram", new=1)
-    cases = {
-        "computed": lambda turn: Ask(ssd, salt=f"salt {turn}", new=1),
-        "from DRAM": lambda turn: Ask(dram, "dram", new=1),
-        "from SSD": lambda turn: Ask(ssd, "ssd", new=1),
+    engine.first_token(ssd, "ssd")
+    engine.first_token(words(3, 5), "dram")  # A short first turn: the second one goes to DRAM.
+    engine.first_token(dram, "dram")
+    cases: dict[str, Callable[[int], tuple[float, int]]] = {
+        "computed": lambda turn: engine.first_token(ssd, salt=f"salt {turn}"),
+        "from DRAM": lambda _: engine.first_token(dram, "dram"),
+        "from SSD": lambda _: engine.first_token(ssd, "ssd"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(-1, rounds):  # The first round only warms up.
         for name, ask in cases.items():
-            taken_s, cached = time_first_token(engine, ask(turn))
+            taken_s, cached = ask(turn)
             assert (cached > 0.9 * tokens) == (name != "computed"), (name, cached)
             if turn >= 0:
                 seconds[name].append(taken_s)
@@ -68,9 +84,7 @@ def main() -> None:
     model = f"{args.directory}/model-{args.layers}-{args.hidden}"
     if not Path(model).exists():
         make_model(model, layers=args.layers, hidden=args.hidden)
-    engine = Engine(model, f"{args.directory}/store", max_model_len=args.tokens + 64, extra={"capacity": BIG})
-    figures = measure(engine, args.tokens, args.rounds)
-    engine.close()
+    figures = measure(Engine(model, f"{args.directory}/store", args.tokens), args.tokens, args.rounds)
     if args.record:
         from common import append_rows, device_name
 
