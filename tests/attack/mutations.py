@@ -165,8 +165,8 @@ MUTATIONS = (
     mutation(
         "checksums leave the generation out",
         "kernels/checksum.py",
-        "generations.astype(np.uint64)):",
-        "generations.astype(np.uint64) * np.uint64(0)):",
+        "_mix64(_mix64(states, layers), generations)",
+        "_mix64(_mix64(states, layers), generations * np.uint64(0))",
         "tests/kernels/test_checksum.py",
     ),
     # -- publish last -----------------------------------------------------------------------------------
