@@ -169,6 +169,21 @@ MUTATIONS = (
         "_mix64(_mix64(states, layers), generations * np.uint64(0))",
         "tests/kernels/test_checksum.py",
     ),
+    # -- an engine's blocks -----------------------------------------------------------------------------
+    mutation(
+        "an engine's blocks are not held while they are saved",
+        "engines/vllm/saving.py",
+        "            self._hold(plan.plan_id, keys, table)\n",
+        "            self._held[plan.plan_id] = _Held(keys, [])\n",
+        "tests/engines/vllm/test_scheduling.py::test_blocks_are_held_until_their_save_is_over",
+    ),
+    mutation(
+        "of a load with windows a shorter prefix is kept",
+        "engines/vllm/groups.py",
+        "return len(self.each) == 1 and not self.window_min",
+        "return len(self.each) == 1",
+        "tests/engines/vllm/test_scheduling.py::test_random_traffic_runs_on_right_bytes_only",
+    ),
     # -- publish last -----------------------------------------------------------------------------------
     mutation(
         "a turn is visible before it is written",
