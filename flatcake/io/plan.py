@@ -11,7 +11,6 @@ the other layers follow by arithmetic.  Per layer, neighbours are merged over ho
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,6 @@ from flatcake.layout import LaneTable
 from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, MEDIUM, ROOM, Int64Array, Runs
 
 Wanted = npt.NDArray[np.bool_]
-T = TypeVar("T", bound=np.generic)
 
 TILE_GROWTH = 2
 _LIST_MAX = 4096
@@ -96,12 +94,15 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
             f"a piece has {piece_bytes_max} bytes, a read or slot at most {read_bytes_max}; "
             "use a smaller block_tokens or raise read_bytes_max and slot_bytes"
         )
+    wanted = None if wanted is None or wanted.all() else wanted
     table = _sorted(runs.table if wanted is None else _cut(runs.table, wanted))
     table = _split(table, read_bytes_max // piece_bytes_max)
     starts, ends = _ranges(table, lanes)
     opens = _read_breaks(table, starts, ends, limits, read_bytes_max)
-    kept = np.ones(opens.shape, np.bool_) if wanted is None else wanted[:, table[:, FIRST_BLOCK]]
-    opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
+    kept = None
+    if wanted is not None:
+        kept = wanted[:, table[:, FIRST_BLOCK]]
+        opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
     return _join_lanes(_tile(table, starts, ends, opens, kept, limits), limits)
 
 
@@ -183,15 +184,27 @@ def _tile(
     starts: Int64Array,
     ends: Int64Array,
     opens: npt.NDArray[np.bool_],
-    kept: npt.NDArray[np.bool_],
+    kept: npt.NDArray[np.bool_] | None,
     limits: PlanLimits,
 ) -> TilePlan:
-    """Put what is kept of the ranges, layer by layer, in reads and those in tiles."""
-    starts, ends, opens = _pick(starts, kept), _pick(ends, kept), _pick(opens, kept)
-    firsts = np.flatnonzero(opens)
+    """Put the ranges, or what is kept of them, in reads and those in tiles, layer by layer."""
+    layers, ranges = starts.shape
+    # Filled in place, column by column: fresh memory costs more here than arithmetic.
+    segments: Int64Array = np.empty((layers, ranges, 4), np.int64)
+    segments[..., 0] = starts
+    segments[..., 1] = np.arange(layers)[:, None]
+    segments[..., 2] = table[:, FIRST_BLOCK]
+    segments[..., 3] = table[:, BLOCKS]
+    segments, starts, ends, opens = segments.reshape(-1, 4), starts.ravel(), ends.ravel(), opens.ravel()
+    firsts = at = np.flatnonzero(opens)
+    if kept is not None:
+        rows = np.flatnonzero(kept)
+        segments, starts, ends, opens = segments[rows], starts[rows], ends[rows], opens[rows]
+        firsts = np.flatnonzero(opens)
+        at = rows[firsts]
     lasts = np.append(firsts, len(opens))[1:] - 1
     reads = np.empty((len(firsts), 4), np.int64)
-    reads[:, 0] = _pick(table[:, MEDIUM], kept)[firsts]
+    reads[:, 0] = table[at % max(1, ranges), MEDIUM]
     reads[:, 1] = read_start = starts[firsts]
     reads[:, 2] = read_bytes = ends[lasts] - read_start
     slot_offset = np.cumsum(read_bytes)
@@ -201,14 +214,8 @@ def _tile(
     reads[:, 3] = slot_offset
     segment_read = np.cumsum(opens, dtype=np.int64)
     segment_read -= 1
-    # Filled in place, column by column: fresh memory costs more here than arithmetic.
-    segments = np.empty((len(opens), 4), np.int64)
     slot_offset -= read_start
-    segments[:, 0] = starts
     segments[:, 0] += slot_offset[segment_read]
-    segments[:, 1] = _pick(np.arange(len(kept))[:, None], kept)
-    segments[:, 2] = _pick(table[:, FIRST_BLOCK], kept)
-    segments[:, 3] = _pick(table[:, BLOCKS], kept)
     tile_segments = np.append(firsts, len(opens))[tile_reads]
     return TilePlan(
         reads=reads,
@@ -219,12 +226,6 @@ def _tile(
         tile_first_layer=segments[tile_segments[:-1], 1],
         tile_last_layer=segments[tile_segments[1:] - 1, 1],
     )
-
-
-def _pick(values: npt.NDArray[T], kept: npt.NDArray[np.bool_]) -> npt.NDArray[T]:
-    """The values of what is kept, one after the other; `values` broadcasts to [layers, ranges]."""
-    every = np.broadcast_to(values, kept.shape)
-    return every.ravel() if kept.all() else every[kept]
 
 
 def _join_lanes(plan: TilePlan, limits: PlanLimits) -> TilePlan:
