@@ -45,7 +45,8 @@ def windows(path: str, directory: str, options: Report) -> Report:
     second = first + words(2, 60)
     found = engine.one(second, "a")
     assert len(set(found.tokens)) > 1, "its logits are flat"
-    read_bytes = engine.work.counts["read_bytes"] - reads_before
+    geometry = engine.side.coordinator.geometry
+    pieces = (engine.work.counts["read_bytes"] - reads_before) // geometry.piece_bytes(0)
     check(engine, found, second, 288)  # On SSD: a session's first turn.
     engine.forget()
     third = second + words(3, 40)
@@ -76,7 +77,7 @@ def windows(path: str, directory: str, options: Report) -> Report:
     counts = engine.counts()
     engine.close()
     assert not counts.get("save_blocks_left_window"), counts
-    return {"read_bytes": read_bytes, "blocks": 9, "counts": counts}
+    return {"pieces_read": pieces, "counts": counts}
 
 
 def check(engine: Engine, found: Answer, tokens: list[int], cached: int) -> None:
