@@ -8,7 +8,6 @@ Read path:   match -> lease -> start_restore -> ranks -> [take]
 """
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +29,8 @@ from flatcake.layout import LaneTable
 from flatcake.ledger import Outcome
 from flatcake.messages import Completion, KeyArray, Plan, PlanKind, RankStart
 from flatcake.placement import Placement, Turn
-from flatcake.units import MS, SECOND
+from flatcake.saves import OpenSaves
+from flatcake.units import MS
 from flatcake.wear import UNKNOWN, Wear
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,7 @@ class Coordinator:
         self.ended: deque[Outcome] = deque()
         """Saves and restores that are over, for the caller to take."""
         self._manifest, self._config, self._clock = manifest, config, clock
-        self._lock = threading.Lock()
-        self._saves: set[int] = set()
+        self._saves = OpenSaves(config.io.saves_max)
         self._tick_ns = 0
         self._scribe = Scribe(self._close_manifest)
 
@@ -90,23 +89,13 @@ class Coordinator:
 
     def begin_save(self, session: str, keys: KeyArray, turn: Turn) -> Plan | Refused:
         """Make the plan that every rank runs with `DataPlane.save`; without runs, everything is stored already."""
-        with self._lock:
-            if len(self._saves) >= self._config.io.saves_max:
-                self.counts["refused: too many saves under way"] += 1
-                return Refused("too many saves under way")
-        plan = self.catalog.begin_save(session, keys, turn, self._clock.now_ns())
-        if isinstance(plan, Plan) and len(plan.runs):
-            with self._lock:
-                self._saves.add(plan.plan_id)
-        return plan
+        return self._saves.begin(lambda: self.catalog.begin_save(session, keys, turn, self._clock.now_ns()))
 
     # -- reports and time -------------------------------------------------------------------------------
 
     def take(self, completion: Completion) -> None:
         """Take a rank's report.  A save that went well is committed and published soon, on another thread."""
-        with self._lock:
-            is_save = completion.plan_id in self._saves
-        if not is_save or completion.first_bad_block is not None:
+        if completion.plan_id not in self._saves or completion.first_bad_block is not None:
             self._finish(completion)
         elif not self._scribe.post(lambda: self._finish(completion)):
             self.counts["reports after close"] += 1
@@ -138,7 +127,7 @@ class Coordinator:
         """Everything counted since open, by name."""
         total: Counter[str] = Counter()
         kept = [self._manifest.counts] if self._manifest is not None else []
-        for counts in (self.counts, self.catalog.counts, self.catalog.retention.counts, *kept):
+        for counts in (self.counts, self._saves.counts, self.catalog.counts, self.catalog.retention.counts, *kept):
             total.update(dict(counts))  # Copied in one go, as other threads go on counting.
         return total
 
@@ -154,8 +143,7 @@ class Coordinator:
             self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
-        with self._lock:
-            self._saves.discard(outcome.plan_id)
+        self._saves.settle(outcome)
         if outcome.kind is PlanKind.SAVE and outcome.reason:
             self.counts[f"saves failed: {outcome.reason}"] += 1
         self.ended.append(outcome)
@@ -163,7 +151,8 @@ class Coordinator:
     def _close_manifest(self) -> None:
         """On the scribe's thread, last."""
         if self._manifest is not None:
-            self._manifest.close((), _used(self.catalog, self._manifest, self._clock.now_ns()), clean=True)
+            used = self.catalog.space.scopes.by_use(self._clock.now_ns(), self._manifest.wall_s())
+            self._manifest.close((), used, clean=True)
 
 
 def open_coordinator(
@@ -247,14 +236,8 @@ def _reopen(catalog: Catalog, manifest: ManifestDB, is_same: bool, clock: Clock)
     if is_same:
         dropped = catalog.reopen(stored, now_ns)
         catalog.space.lose(Medium.DRAM)
-        manifest.start(dropped, _used(catalog, manifest, now_ns))
+        manifest.start(dropped, catalog.space.scopes.by_use(now_ns, manifest.wall_s()))
     else:
         catalog.counts["reopen: rows of another pool"] += len(stored)
         catalog.space.generation = stored.generation
         manifest.start((), everything=True)
-
-
-def _used(catalog: Catalog, manifest: ManifestDB, now_ns: int) -> list[tuple[int, int]]:
-    """All scopes in order of use, oldest first, each with the wall clock of its last use."""
-    scopes, wall_s = sorted(catalog.space.scopes, key=lambda scope: scope.order), manifest.wall_s()
-    return [(scope.scope_id, max(1, wall_s - (now_ns - scope.last_use_ns) // SECOND)) for scope in scopes]

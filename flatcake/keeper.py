@@ -26,7 +26,6 @@ from flatcake.io.scribe import Scribe
 from flatcake.io.seam import Files
 from flatcake.manifest import TurnRow
 from flatcake.scopes import Scope
-from flatcake.units import SECOND
 from flatcake.wear import UNKNOWN, Wear
 
 log = logging.getLogger(__name__)
@@ -151,9 +150,7 @@ class Keeper:
 
     def _used(self) -> list[tuple[int, int]]:
         """All scopes in order of use, oldest first, each with the wall clock of its last use."""
-        now_ns, wall_s = self._clock.now_ns(), self.manifest.wall_s()
-        scopes = sorted(self._catalog.space.scopes, key=lambda scope: scope.order)
-        return [(scope.scope_id, max(1, wall_s - (now_ns - scope.last_use_ns) // SECOND)) for scope in scopes]
+        return self._catalog.space.scopes.by_use(self._clock.now_ns(), self.manifest.wall_s())
 
     # -- wear -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The saves of one store that are under way: how many there may be, and the handle of each plan.
+"""The saves of one store that are under way: how many there may be, and the handle of each plan, if it has one here.
 
 Write path:  save -> [begin] -> dataplane.save -> report -> catalog.finish -> [settle] -> handle
 """
@@ -29,6 +29,10 @@ class OpenSaves:
 
     def __len__(self) -> int:
         return len(self._saves)
+
+    def __contains__(self, plan_id: int) -> bool:
+        """Whether a save of that plan is under way."""
+        return plan_id in self._saves
 
     def begin(self, make: Callable[[], Plan | Refused]) -> Plan | Refused:
         """Take a place, then make a plan; the place is given back where nothing is to be written."""

@@ -16,6 +16,7 @@ from flatcake.extents import Extent
 from flatcake.gva import Medium
 from flatcake.manifest import session_digest
 from flatcake.messages import KeyArray
+from flatcake.units import SECOND
 
 NEVER_NS = -(1 << 62)
 """Before any time."""
@@ -168,6 +169,11 @@ class ScopeTable:
             scope.order, scope.last_use_ns = self._next_order, now_ns
             self._next_order += 1
             self._by_use[scope.medium][scope.order] = scope
+
+    def by_use(self, now_ns: int, wall_s: int) -> list[tuple[int, int]]:
+        """Ids of all scopes, the one used last at the end, each with the wall clock of its last use in seconds."""
+        scopes = sorted(self, key=lambda scope: scope.order)
+        return [(scope.scope_id, max(1, wall_s - (now_ns - scope.last_use_ns) // SECOND)) for scope in scopes]
 
     def oldest(self, medium: Medium) -> Iterator[Scope]:
         """Scopes of a medium without pins, oldest last use first."""
