@@ -36,7 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
     ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
-    ("scopes", "tenancy", "turnlog", "about"),
+    ("scopes", "tenancy", "turnlog", "about", "homes"),
     ("space",),
     ("ledger", "prefix", "rowcheck", "sched.state"),
     ("reserve", "reopen", "retention", "sched.mas"),
@@ -92,7 +92,7 @@ PURE = {
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),
     *("engines.vllm.options", "engines.vllm.orders", "engines.vllm.signals", "engines.vllm.changes"),
     *("engines.vllm.groups", "engines.vllm.blockkeys"),
-    *("about", "audit.facts", "audit.verdicts", "audit.survey", "audit.report", "audit.tally"),
+    *("about", "homes", "audit.facts", "audit.verdicts", "audit.survey", "audit.report", "audit.tally"),
     *(name for name in LAYERS if name.startswith("sched.")),
 }
 """No GPU package, file, thread or clock: time comes in as `now_ns`."""

@@ -1,23 +1,18 @@
 """From a directory on a command line to the pools in it: of a store in one process, or of an engine's ranks.
 
-An engine keeps its manifest in `catalog` below the first of its directories, and each rank its pool in `rank-N`
-below every one of them.  Data-parallel replicas are engines of their own, in `replica-N` (docs/vllm.md).
+`homes` says where an engine keeps what.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flatcake.audit.facts import HomeFacts
 from flatcake.audit.home import has_pool, look, look_rank, names_in
 from flatcake.errors import ConfigError
+from flatcake.homes import CATALOG, RANK, REPLICA, catalog_in, number_in, rank_in
 from flatcake.io.manifestdb import MANIFEST
 from flatcake.io.pooldir import Header
 from flatcake.io.seam import Files
-
-CATALOG = "catalog"
-RANK = re.compile(r"rank-(0|[1-9][0-9]{0,5})")
-REPLICA = re.compile(r"replica-(0|[1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -43,7 +38,7 @@ class Root:
 
     def home_of(self, rank: int) -> str:
         """Where the pool of a rank is, or should be."""
-        return f"{self.path}/rank-{rank}" if self.is_engine else self.path
+        return rank_in(self.path, rank) if self.is_engine else self.path
 
 
 def find_roots(files: Files, directory: str) -> list[Root]:
@@ -60,9 +55,9 @@ def find_roots(files: Files, directory: str) -> list[Root]:
     if not has_pool(names) and _name(home) == CATALOG and _is_engine(files, above):
         return [look_root(files, above, is_engine=True)]
     is_rank = RANK.fullmatch(_name(home)) and has_pool(names) and MANIFEST not in names
-    if is_rank and MANIFEST in (names_in(files, f"{above}/{CATALOG}") or ()):
-        raise ConfigError(f"{home}: one rank of an engine, whose manifest is in {above}/{CATALOG}; name {above}")
-    replicas = sorted((name for name in names if REPLICA.fullmatch(name)), key=_number)
+    if is_rank and MANIFEST in (names_in(files, catalog_in(above)) or ()):
+        raise ConfigError(f"{home}: one rank of an engine, whose manifest is in {catalog_in(above)}; name {above}")
+    replicas = sorted((name for name in names if REPLICA.fullmatch(name)), key=number_in)
     engines = [path for path in (home, *(f"{home}/{name}" for name in replicas)) if _is_engine(files, path)]
     pools = [home] if has_pool(names) or not engines else []
     return [
@@ -77,15 +72,15 @@ def look_root(files: Files, path: str, *, is_engine: bool) -> Root:
     if not is_engine:
         pool = look(files, home)
         return Root(path=home, is_engine=False, homes={pool.header.rank if pool.header is not None else 0: pool})
-    ranks = sorted((name for name in names_in(files, home) or () if RANK.fullmatch(name)), key=_number)
-    homes = {_number(name): look_rank(files, f"{home}/{name}") for name in ranks}
+    ranks = sorted((name for name in names_in(files, home) or () if RANK.fullmatch(name)), key=number_in)
+    homes = {number_in(name): look_rank(files, f"{home}/{name}") for name in ranks}
     return Root(path=home, is_engine=True, homes=homes)
 
 
 def _is_engine(files: Files, path: str) -> bool:
     """Whether a catalog, or the pool of a rank that has no manifest of its own, is below a directory."""
     names = names_in(files, path) or ()
-    if CATALOG in names and MANIFEST in (names_in(files, f"{path}/{CATALOG}") or ()):
+    if CATALOG in names and MANIFEST in (names_in(files, catalog_in(path)) or ()):
         return True
     below = (names_in(files, f"{path}/{name}") or () for name in names if RANK.fullmatch(name))
     return any(has_pool(found) and MANIFEST not in found for found in below)
@@ -93,8 +88,3 @@ def _is_engine(files: Files, path: str) -> bool:
 
 def _name(path: str) -> str:
     return path.rpartition("/")[2]
-
-
-def _number(name: str) -> int:
-    """The number in the name of a rank's or a replica's directory."""
-    return int(name.rpartition("-")[2])

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from flatcake.about import About
 from flatcake.audit.facts import Found, HomeFacts, RankFacts, StoreFacts
 from flatcake.audit.home import look, look_catalog, look_rank
-from flatcake.audit.roots import CATALOG, Root, find_roots
+from flatcake.audit.roots import Root, find_roots
 from flatcake.audit.rows import read_rows
 from flatcake.audit.survey import find_problems, pool_files, survey
 from flatcake.errors import ConfigError
+from flatcake.homes import catalog_in
 from flatcake.io.manifestdb import MANIFEST
 from flatcake.io.seam import Files
 
@@ -58,7 +59,7 @@ def read_store(files: Files, roots: Sequence[Root]) -> Found:
         FormatError, OwnershipError, CapacityError: As for `look` and `read_rows`.
     """
     first, rows = roots[0], None
-    catalog = look_catalog(files, f"{first.path}/{CATALOG}") if first.is_engine else next(iter(first.homes.values()))
+    catalog = look_catalog(files, catalog_in(first.path)) if first.is_engine else next(iter(first.homes.values()))
     if catalog.manifest_bytes is not None and (first.header is None or not first.header.directory):
         rows = read_rows(files, f"{catalog.path}/{MANIFEST}")
     ranks = _ranks(files, roots, rows.about if rows is not None else None)

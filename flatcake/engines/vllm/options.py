@@ -9,6 +9,7 @@ from typing import Literal
 from flatcake.config import CapacityConfig, StoreConfig
 from flatcake.errors import ConfigError
 from flatcake.fields import check_types, require
+from flatcake.homes import catalog_in, rank_in, replica_in
 from flatcake.units import DIRECT_BYTES, SECOND
 
 
@@ -78,7 +79,7 @@ def rank_config(config: VllmConfig, place: Place) -> VllmConfig:
         )
     except ConfigError as error:
         raise ConfigError(f"the share of one of {share} ranks: {error}") from None
-    directories = tuple(f"{home_of(given, place)}/rank-{place.rank}" for given in config.directories)
+    directories = tuple(rank_in(home_of(given, place), place.rank) for given in config.directories)
     daily_bytes = -(-config.retention.ssd_daily_write_bytes_max // share)  # 0 stays without a bound.
     retention = replace(config.retention, ssd_daily_write_bytes_max=daily_bytes)
     return replace(config, directories=directories, rank=place.rank, capacity=own, retention=retention)
@@ -86,9 +87,9 @@ def rank_config(config: VllmConfig, place: Place) -> VllmConfig:
 
 def catalog_home(config: VllmConfig, place: Place) -> str:
     """Directory of the manifest, which is the scheduler's; empty without an SSD pool."""
-    return f"{home_of(config.directories[0], place)}/catalog" if config.directories else ""
+    return catalog_in(home_of(config.directories[0], place)) if config.directories else ""
 
 
 def home_of(directory: str, place: Place) -> str:
     """Where an engine's part of a directory lies."""
-    return directory if place.replicas == 1 else f"{directory}/replica-{place.replica}"
+    return directory if place.replicas == 1 else replica_in(directory, place.replica)
