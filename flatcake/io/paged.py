@@ -262,7 +262,7 @@ class PagedKV:
 
     def row_of(self, layers: Int64Array, blocks: Int64Array, rows: int) -> Int64Array:
         """int64 [n]: which of so many rows of a page table is that of each block in each layer."""
-        return blocks if self.groups == 1 else self.layer_groups[layers] * (rows // self.groups) + blocks
+        return self.layer_groups[layers] * (rows // self.groups) + blocks
 
     def _name(self, at: int) -> str:
         return self._names[at] if at < len(self._names) else f"part{at}"

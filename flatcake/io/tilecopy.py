@@ -60,9 +60,9 @@ class HostCopier:
         self._kv = kv
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        rows, (_, layers, blocks, _) = len(pages), tiles.segments.T
-        tiles = replace(tiles, segments=_with(tiles.segments, 2, self._kv.row_of(layers, blocks, rows)))
-        return _HostCopy(self.host, tiles, _on_rows(pieces, self._kv, rows), pages, sums)
+        segments = _on_rows(tiles.segments, 2, tiles.segments[:, 1], self._kv, len(pages))
+        table = _on_rows(pieces.table, 1, pieces.table[:, 2], self._kv, len(pages))
+        return _HostCopy(self.host, replace(tiles, segments=segments), replace(pieces, table=table), pages, sums)
 
 
 class _HostCopy:
@@ -131,7 +131,8 @@ class GpuCopier:
         device.use(before)
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        return _GpuCopy(self, _on_rows(pieces, self._kv, len(pages)), pages, stream, sums)
+        table = _on_rows(pieces.table, 1, pieces.table[:, 2], self._kv, len(pages))
+        return _GpuCopy(self, replace(pieces, table=table), pages, stream, sums)
 
 
 class PieceTables:
@@ -201,18 +202,12 @@ class _GpuCopy:
         return self._runs[scatter]
 
 
-def _on_rows(pieces: Pieces, kv: PagedKV, rows: int) -> Pieces:
-    """Pieces that name rows of a page table instead of blocks of the request."""
-    _, blocks, layers = pieces.table.T
-    return replace(pieces, table=_with(pieces.table, 1, kv.row_of(layers, blocks, rows)))
-
-
-def _with(table: Int64Array, column: int, values: Int64Array) -> Int64Array:
-    """The table with another column; itself where the values are its own."""
-    if np.shares_memory(table, values):
+def _on_rows(table: Int64Array, column: int, layers: Int64Array, kv: PagedKV, rows: int) -> Int64Array:
+    """The table with rows of a page table in a column that named blocks of the request; with one group both are one."""
+    if kv.groups == 1:
         return table
     table = table.copy()
-    table[:, column] = values
+    table[:, column] = kv.row_of(layers, table[:, column], rows)
     return table
 
 
