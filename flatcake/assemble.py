@@ -14,9 +14,10 @@ from flatcake.catalog import Catalog
 from flatcake.clock import Clock, MonotonicClock
 from flatcake.config import CapacityConfig, StoreConfig
 from flatcake.dataplane import CloseParts, DataPlane, layout_number
-from flatcake.errors import ConfigError, ShapeError
+from flatcake.errors import ShapeError
 from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Geometry
+from flatcake.given import expect
 from flatcake.gva import Medium
 from flatcake.index import Index
 from flatcake.io.device import Device, When, open_device
@@ -224,7 +225,9 @@ def open_store(
         CapacityError: Not enough memory or disk.
         DeviceError: The device or a package for it is missing.
     """
-    _check_kinds(config, identity, kv)
+    expect("config", config, StoreConfig, "a StoreConfig; `from_mapping` makes one")
+    expect("identity", identity, Identity, "a flatcake.Identity")
+    expect("kv", kv, PagedKV, "a PagedKV; `PagedKV.of_layers` describes tensors")
     clock = clock or MonotonicClock()
     geometry = kv.geometry(identity.block_tokens)
     identity = replace(identity, layout=f"{identity.layout}/{geometry.fingerprint()}")
@@ -242,15 +245,6 @@ def open_store(
     except BaseException:
         plane.close(config.timeouts.close_ns)
         raise
-
-
-def _check_kinds(config: object, identity: object, kv: object) -> None:
-    if not isinstance(config, StoreConfig):
-        raise ConfigError(f"config of type {type(config).__name__}: expected StoreConfig; `from_mapping` makes one")
-    if not isinstance(identity, Identity):
-        raise ConfigError(f"identity of type {type(identity).__name__}: expected flatcake.Identity")
-    if not isinstance(kv, PagedKV):
-        raise ConfigError(f"kv of type {type(kv).__name__}: expected PagedKV; `PagedKV.of_layers` describes tensors")
 
 
 def _open_keeper(

@@ -116,10 +116,8 @@ class Store:
 
         Args:
             lease: From `lease`; it may be closed once this has returned.
-            pages: 1-D page table from the request's first token on, at least as long as the lease; -1 leaves a
-                page alone.
-            stream: Work that is queued there may still touch the pages: it is waited for before the first
-                scatter.  None for the caller's current stream.
+            pages: Page table as for `PagedKV.page_table`, at least as long as the lease; -1 leaves a page alone.
+            stream: Its queued work is waited for, as it may still touch the pages.  None for the current stream.
             skip_blocks: Leading blocks that are in the pages already.
             timeout_ns: Dropped after this, counted from now; None takes the configured time.
             slots_max: Window slots that it may hold at once, so that others find some; None: as many as are free.
@@ -135,8 +133,10 @@ class Store:
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + (self._config.timeouts.restore_ns if timeout_ns is None else timeout_ns)
         plan = self.catalog.start_restore(lease.entry.lease_id, now_ns, skip_blocks)
-        if isinstance(plan, Refused) or not len(plan.runs):
-            return self.plane.nothing(*((plan.reason,) if isinstance(plan, Refused) else ("", len(plan.keys))))
+        if isinstance(plan, Refused):
+            return self.plane.nothing(plan.reason)
+        if not len(plan.runs):
+            return self.plane.nothing("", len(plan.keys))
         try:
             restore = self.plane.restore(
                 plan, pages, stream=stream, deadline_ns=deadline_ns, report=self.catalog.finish, slots_max=slots_max

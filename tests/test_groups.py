@@ -71,16 +71,21 @@ def open_groups(memory: Memory, directory: Path) -> Store:
     return make_store(memory, make_config(memory, [directory], blocks=16, file_blocks=8, dram_blocks=16))
 
 
+def save_random(memory: Memory, store: Store, medium: Medium) -> tuple[Pages, list[torch.Tensor]]:
+    """Save random bytes; returns the tokens, and what each layer had in its pages."""
+    tokens, source = make_tokens("a", BLOCKS), tables(2)
+    memory.fill(seed=1)
+    content = pages_of(memory, source)
+    assert store.save("s", tokens, source, TURNS[medium]).published(WAIT_S)
+    return tokens, content
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("medium", list(Medium))
 def test_each_layer_goes_to_the_pages_of_its_group(device: str, medium: Medium, tmp_path: Path) -> None:
     memory = Memory(LAYOUT, device)
     with open_groups(memory, tmp_path) as store:
-        tokens = make_tokens("a", BLOCKS)
-        memory.fill(seed=1)
-        source = tables(2)
-        content = pages_of(memory, source)
-        assert store.save("s", tokens, source, TURNS[medium]).published(WAIT_S)
+        tokens, content = save_random(memory, store, medium)
         match = store.match(tokens)
         assert match.tokens_on(medium) == BLOCKS * 2 * P
         memory.fill(seed=3)
@@ -102,11 +107,8 @@ def test_what_has_no_page_is_not_read(device: str, medium: Medium, tmp_path: Pat
     """Group 1 sees the last two blocks only, group 2 nothing."""
     memory = Memory(LAYOUT, device)
     with open_groups(memory, tmp_path) as store:
-        tokens = make_tokens("a", BLOCKS)
-        memory.fill(seed=1)
-        source, target = tables(2), tables(4)
-        content = pages_of(memory, source)
-        assert store.save("s", tokens, source, TURNS[medium]).published(WAIT_S)
+        tokens, content = save_random(memory, store, medium)
+        target = tables(4)
         target[1, : 2 * (BLOCKS - 2)] = target[2] = -1
         memory.fill(seed=3)
         with store.lease(store.match(tokens)) as lease:

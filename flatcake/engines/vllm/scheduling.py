@@ -47,11 +47,6 @@ class _Hit:
     """Tokens that vLLM has itself, as of its last question."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    size_bytes: dict[Medium, int]
-
-
 @dataclass(slots=True)
 class SchedulerSide:
     """One engine's scheduler.  For its thread alone."""
@@ -69,8 +64,8 @@ class SchedulerSide:
     """Requests that were held too long, until vLLM has begun them."""
     _answered: set[str] = field(default_factory=set)
     """Granted requests that vLLM was told of in this step."""
-    _loading: dict[str, _Loading] = field(default_factory=dict)
-    """Asynchronous loads under way."""
+    _loading: dict[str, dict[Medium, int]] = field(default_factory=dict)
+    """Asynchronous loads under way, and what they read."""
     _tried: dict[str, int] = field(default_factory=dict)
     """Up to which token a request was to be loaded between steps, until vLLM has begun to compute it."""
     _sources: dict[str, dict[Medium, int]] = field(default_factory=dict)
@@ -124,7 +119,7 @@ class SchedulerSide:
         self._sources[name] = self._tokens_by_medium(lease, hit.computed, end)
         slots = self.loads.start(name) if hit.is_held else None
         if hit.is_async:
-            self._loading[name] = _Loading(self._bytes_by_medium(lease, hit.computed, end))
+            self._loading[name] = self._bytes_by_medium(lease, hit.computed, end)
             self._tried[name] = end
         lease.close()
         order = LoadOrder(
@@ -160,9 +155,9 @@ class SchedulerSide:
         for completion in reports.completions if reports else ():
             self.coordinator.take(completion)
         for name in loaded:
-            loading = self._loading.pop(name, None)
-            if loading is not None:
-                ssd_bytes, dram_bytes = (loading.size_bytes.get(medium, 0) for medium in (Medium.SSD, Medium.DRAM))
+            size_bytes = self._loading.pop(name, None)
+            if size_bytes is not None:
+                ssd_bytes, dram_bytes = (size_bytes.get(medium, 0) for medium in (Medium.SSD, Medium.DRAM))
                 self.loads.end(name, ssd_bytes=ssd_bytes, dram_bytes=dram_bytes)
 
     def finished(self, request: EngineRequest, tables: BlockTables) -> None:

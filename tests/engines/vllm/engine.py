@@ -217,3 +217,15 @@ def words(seed: int, count: int) -> list[int]:
 
 def pool_files(directory: str) -> list[Path]:
     return sorted(Path(directory).glob("**/pool-*.fc"))
+
+
+def flip_files(directory: str) -> None:
+    """Change a byte in each 4 KiB of all pool files, behind the record lanes too."""
+    for path in pool_files(directory):
+        with path.open("r+b") as file:
+            data = bytearray(file.read())
+            data[100::4096] = bytes(byte ^ 0x80 for byte in data[100::4096])
+            file.seek(0)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from tests.engines.vllm.engine import (
     Ask,
     Engine,
     engine_options,
+    flip_files,
     make_model,
     pool_files,
     words,
@@ -388,18 +389,6 @@ def step_until(engine: Engine, names: set[str]) -> dict[str, Answer]:
                 found[output.request_id] = engine.answer(output)
         if names <= set(found):
             return found
-
-
-def flip_files(directory: str) -> None:
-    """Change a byte in each 4 KiB of all pool files, behind the record lanes too."""
-    for path in pool_files(directory):
-        with path.open("r+b") as file:
-            data = bytearray(file.read())
-            data[100::4096] = bytes(byte ^ 0x80 for byte in data[100::4096])
-            file.seek(0)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def events(path: str, directory: str) -> Report:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatcake.gva import Medium
+from tests.engines.vllm.engine import flip_files
 from tests.engines.vllm.toy import BLOCKS, IO, LAYERS, TOKENS, ToyEngine, ToyRequest, prompt
 from tests.fakes import FaultyFiles
 
@@ -73,10 +74,7 @@ def test_tenants_do_not_meet(engine: ToyEngine) -> None:
 
 def test_a_damaged_block_is_computed_and_forgotten(engine: ToyEngine, tmp_path: Path) -> None:
     engine.run(ask("1", prompt(1, 26), "s"))
-    for path in tmp_path.glob("rank-0/pool-*.fc"):
-        data = bytearray(path.read_bytes())
-        data[40::4096] = bytes(byte ^ 1 for byte in data[40::4096])
-        path.write_bytes(data)
+    flip_files(str(tmp_path))
     damaged = ask("2", prompt(1, 26), "s")
     engine.run(damaged)
     assert damaged.loaded_tokens == 0
@@ -307,10 +305,7 @@ def test_turns_of_a_windowed_session_go_on(tmp_path: Path, windows: tuple[int, .
 def test_a_load_of_several_groups_fails_as_a_request(tmp_path: Path) -> None:
     engine = windowed(tmp_path)
     engine.run(ask("1", prompt(1, 42), "s"))
-    for path in tmp_path.glob("rank-0/pool-*.fc"):
-        data = bytearray(path.read_bytes())
-        data[40::4096] = bytes(byte ^ 1 for byte in data[40::4096])
-        path.write_bytes(data)
+    flip_files(str(tmp_path))
     damaged = ask("2", prompt(1, 42), "s")
     engine.run(damaged)
     assert damaged.failures and not damaged.loaded_tokens
