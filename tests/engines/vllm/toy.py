@@ -186,6 +186,16 @@ class ToyEngine:
         assert done.wait(30)
         self.check()
 
+    def end_saves(self) -> None:
+        """Let every save end, without a step."""
+        end_s = time.monotonic() + WAIT_S
+        while not self.side.saves.is_idle:
+            assert time.monotonic() < end_s, "a save never ends"
+            for worker in self.workers:
+                self.side.take_output(worker.take_reports(), set())
+            self.side.saves.settle()
+            self._pause.wait(PAUSE_S)
+
     def abort(self, name: str) -> None:
         self._finish(self.requests[name])
 
