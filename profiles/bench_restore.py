@@ -99,14 +99,14 @@ class Floor:
     def _run(self, move: Callable[..., None]) -> float:
         ended, results = threading.Event(), list[Result]()
 
-        def done(found: list[Result]) -> None:
+        def done(found: list[Result], _: object) -> None:
             results.extend(found)
             ended.set()
 
         offset = self.next_part * self.size_bytes
         self.next_part = (self.next_part + 1) % self.parts
         started = time.perf_counter()
-        move([Transfer(0, offset, self.size_bytes, 0)], self.memory, None, done)
+        move([Transfer(0, offset, self.size_bytes, 0)], self.memory, done)
         ended.wait()
         elapsed = time.perf_counter() - started
         assert results == [Result(self.size_bytes, 0)], results

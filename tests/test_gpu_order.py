@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flatcake.gva import Medium
-from flatcake.io.device import Stream
 from flatcake.io.engine import Buffer, Done, Engine, Transfer
 from flatcake.store import Store
 from tests.stores import (
@@ -49,15 +48,15 @@ class Gate:
         self._inner = inner
         self._lock = threading.Lock()
 
-    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         with self._lock:
             if not self.is_open:
-                self.waiting.append(lambda: self._inner.read(batch, buffer, stream, done))
+                self.waiting.append(lambda: self._inner.read(batch, buffer, done))
                 return
-        self._inner.read(batch, buffer, stream, done)
+        self._inner.read(batch, buffer, done)
 
-    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
-        self._inner.write(batch, buffer, stream, done)
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
+        self._inner.write(batch, buffer, done)
 
     def close(self, wait_ns: int) -> bool:
         return self._inner.close(wait_ns)

@@ -16,6 +16,7 @@ from flatcake.about import About
 from flatcake.audit.sources import Sources
 from flatcake.audit.verdicts import CHECKSUM, NO_FILE, NO_RECORD, Outcome, Verdict, Verdicts, unreadable
 from flatcake.dataplane import layout_number
+from flatcake.io.device import Event
 from flatcake.io.engine import Buffer, Engine, Result, Transfer
 from flatcake.io.pieces import Work
 from flatcake.io.plan import PlanLimits, make_tiles
@@ -154,7 +155,7 @@ class Checker:
     def _read_record(self, record: Record, answers: "queue.SimpleQueue[tuple[Record, Result]]") -> None:
         batch = [self._transfer(record.ref.medium, record.ref.base_bytes, record.raw.nbytes, 0)]
         buffer = Buffer.of(torch.from_numpy(record.raw))
-        self._engine.read(batch, buffer, None, lambda results: answers.put((record, results[0])))
+        self._engine.read(batch, buffer, lambda results, _: answers.put((record, results[0])))
 
     def _start(self, table: Int64Array, records: Mapping[ExtentRef, Record], stored: Stored) -> None:
         """Start reading some runs, a slot each tile; what has come back meanwhile is noted."""
@@ -184,13 +185,13 @@ class Checker:
         rows = tiles.reads[int(tiles.tile_reads[tile]) : int(tiles.tile_reads[tile + 1])].tolist()
         self.read_bytes += sum(row[2] for row in rows)
 
-        def finish(results: list[Result]) -> None:
+        def finish(results: list[Result], _: Event) -> None:
             try:
                 self._answers.put(self._judge(batch, tile, slot, results))
             except BaseException as error:  # A thread's top; the checker raises it.
                 self._answers.put(error)
 
-        self._engine.read([self._transfer(*row) for row in rows], slot, None, finish)
+        self._engine.read([self._transfer(*row) for row in rows], slot, finish)
 
     def _judge(self, batch: _Batch, tile: int, slot: Buffer, results: list[Result]) -> _Answer:
         """Compare a tile's pieces with their records; on a thread of the engine."""

@@ -15,6 +15,7 @@ from flatcake.demo.report import ControlRow, TurnRow
 from flatcake.demo.serve import Server
 from flatcake.demo.sessions import AGENT, CHAT, Session
 from flatcake.gva import Medium, decode
+from flatcake.io.device import Event
 from flatcake.io.engine import Buffer, Result
 from flatcake.store import Store
 
@@ -99,13 +100,15 @@ def _flip_file(store: Store, directory: str, offset_bytes: int, size_bytes: int)
 def _flip_memory(store: Store, medium: Medium, offset_bytes: int, size_bytes: int) -> None:
     """Flip bytes of a medium that is no file, through its engine."""
     parts = store.plane.parts
-    engine, stream = parts.media[medium].host_engine, parts.device.stream_of(None)
+    engine = parts.media[medium].host_engine
     buffer = Buffer.of(torch.zeros(size_bytes, dtype=torch.uint8))
     batch = [parts.transfer(medium, offset_bytes, size_bytes, 0)]
-    answers: queue.SimpleQueue[list[Result]] = queue.SimpleQueue()
-    engine.read(batch, buffer, stream, answers.put)
-    assert answers.get(timeout=WAIT_S)[0].moved_bytes == size_bytes
-    parts.device.record(stream).wait()
+    answers: queue.SimpleQueue[tuple[Result, Event]] = queue.SimpleQueue()
+    engine.read(batch, buffer, lambda results, ready: answers.put((results[0], ready)))
+    read, ready = answers.get(timeout=WAIT_S)
+    assert read.moved_bytes == size_bytes, read
+    ready.wait()
     buffer.tensor.bitwise_xor_(FLIP)
-    engine.write(batch, buffer, stream, answers.put)
-    assert answers.get(timeout=WAIT_S)[0].moved_bytes == size_bytes
+    engine.write(batch, buffer, lambda results, ready: answers.put((results[0], ready)))
+    written, _ = answers.get(timeout=WAIT_S)
+    assert written.moved_bytes == size_bytes, written

@@ -19,7 +19,7 @@ from flatcake.config import CapacityConfig, PlacementConfig, StoreConfig
 from flatcake.doctor.facts import EngineFacts
 from flatcake.gva import Medium
 from flatcake.hits import Match
-from flatcake.io.device import Device, Stream, cuda_is_available
+from flatcake.io.device import NOW, Device, Event, cuda_is_available
 from flatcake.io.engine import Buffer, Done, Result, Transfer
 from flatcake.io.paged import PagedKV
 from flatcake.io.seam import Files
@@ -40,7 +40,7 @@ WAIT_NS = 10 * SECOND
 
 BLOCK_BYTES = LAYERS * (BLOCK_TOKENS // PAGE_TOKENS) * 64 * KiB
 _BARE_FILE = 1
-Call = Callable[[Sequence[Transfer], Buffer, Stream, Done], None]
+Call = Callable[[Sequence[Transfer], Buffer, Done], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +165,18 @@ class Bench:
     def _sweep(self, call: Call, size_bytes: int) -> tuple[int, int]:
         """Move the start of the bare file through all buffers at once; bytes moved and nanoseconds taken."""
         answers: queue.SimpleQueue[tuple[Buffer, int, list[Result]]] = queue.SimpleQueue()
-        stream, idle = self._device.new_stream(), list(self._buffers)
+        idle, ready = list(self._buffers), list[Event]([NOW])
         start_ns, offset, pending = self.clock.now_ns(), 0, 0
         while True:
             while idle and offset < size_bytes and (self.clock.now_ns() - start_ns < SWEEP_NS_MAX or not offset):
                 buffer = idle.pop()
                 step = min(size_bytes - offset, buffer.tensor.numel())
 
-                def done(results: list[Result], buffer: Buffer = buffer, step: int = step) -> None:
+                def done(results: list[Result], moved: Event, buffer: Buffer = buffer, step: int = step) -> None:
+                    ready[0] = moved
                     answers.put((buffer, step, results))
 
-                call([Transfer(_BARE_FILE, offset, step, 0)], buffer, stream, done)
+                call([Transfer(_BARE_FILE, offset, step, 0)], buffer, done)
                 offset, pending = offset + step, pending + 1
             if not pending:
                 break
@@ -184,7 +185,7 @@ class Bench:
             if results != [Result(step, 0)]:
                 code = results[0].error or errno.EIO
                 raise OSError(code, os.strerror(code))
-        self._device.record(stream).wait()
+        ready[0].wait()
         return offset, max(1, self.clock.now_ns() - start_ns)
 
 

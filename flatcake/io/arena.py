@@ -1,8 +1,8 @@
 """The DRAM medium: one piece of host memory, pinned once, and the engine that copies to and from it.  Paper §3.2.
 
 Copies are queued on streams of the engine's own, one for each direction, so that they never wait for scatters.  A
-read is answered at once: whatever the caller's stream does next waits for it.  A write is answered when its copies
-have been made.  Never merges, moves or frees anything.
+read is answered at once, with the point at which its copies have been made; a write is answered at that point.
+Never merges, moves or frees anything.
 Read path:  index -> catalog -> plan -> [arena] -> window -> kernels.scatter
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from flatcake.errors import CapacityError
-from flatcake.io.device import PIN_CHUNK_BYTES, Device, DoneEvent, Event, Stream, When
+from flatcake.io.device import NOW, PIN_CHUNK_BYTES, Device, Event, Stream, When
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import ByteArray, Files
 from flatcake.units import format_bytes
@@ -99,10 +99,10 @@ class ArenaEngine:
         self._upwards, self._downwards = device.new_stream(), device.new_stream()
         self._changed = threading.Condition()
         self._writing = 0
-        self._last_read: Event = DoneEvent()
+        self._last_read: Event = NOW
         self._closed = False
 
-    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Queue copies to the buffer; `done` comes before this returns."""
         check_batch(batch, buffer, files=1)
         with self._changed:  # The last event is that of the last copies.
@@ -112,16 +112,9 @@ class ArenaEngine:
         if copied is None:
             refuse(batch, errno.ECANCELED, done)
             return
-        results, event = copied
-        try:
-            if not isinstance(event, DoneEvent):
-                self._device.wait(stream, event)
-        except RuntimeError as error:
-            log.error("a stream cannot wait for copies of the DRAM arena: %s", error)
-            results = [Result(0, errno.EIO) for _ in batch]
-        answer(done, results)
+        answer(done, *copied)
 
-    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Queue copies to the arena; `done` comes when they have been made."""
         check_batch(batch, buffer, files=1)
         with self._changed:
@@ -182,7 +175,7 @@ class ArenaEngine:
         try:
             return self._device.record(stream)
         except RuntimeError:  # Nothing runs there any more.
-            return DoneEvent()
+            return NOW
 
 
 def _pinned_spans(start: int, end: int) -> Iterable[tuple[int, int]]:

@@ -83,13 +83,16 @@ class Mirror:
 
 
 class DoneEvent:
-    """An event of a device that does its work inline."""
+    """An event that was reached before it was made, as all of a device that does its work inline."""
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
         return None
+
+
+NOW = DoneEvent()
 
 
 class CpuDevice:
@@ -203,8 +206,8 @@ class CudaDevice:
         return CudaEvent(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        self._runtime.streamWaitEvent(stream.cuda_stream, event.event.ptr, 0)
+        if isinstance(event, CudaEvent):  # Others are reached.
+            self._runtime.streamWaitEvent(stream.cuda_stream, event.event.ptr, 0)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
         kind = self._runtime.memcpyDefault

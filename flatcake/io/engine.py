@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from flatcake.io.device import Stream
+from flatcake.io.device import NOW, Event
 from flatcake.io.seam import ByteArray
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ class Buffer:
         return cls(tensor, None if tensor.is_cuda else tensor.numpy())
 
 
-Done = Callable[[list[Result]], None]
+Done = Callable[[list[Result], Event], None]
+"""Told how each transfer ended, and the point after which the bytes of a read are in their buffer."""
 
 
 class Engine(Protocol):
@@ -64,23 +65,23 @@ class Engine(Protocol):
     name: str
     """What `stats().io_path` calls it, e.g. ``posix`` or ``kvikio-staged``."""
 
-    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start reading; returns at once.
 
-        The bytes are in place for work that is queued on `stream` after `done` was called.
+        What uses the bytes waits for the point that `done` is told, on the host or on the device.
         """
 
-    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start writing bytes that are complete in `buffer` now; `done` comes when they are on the medium."""
 
     def close(self, wait_ns: int) -> bool:
         """Stop the engine's threads; True when nothing was left in flight.  A second call does nothing."""
 
 
-def answer(done: Done, results: list[Result]) -> None:
+def answer(done: Done, results: list[Result], ready: Event = NOW) -> None:
     """Call `done`; what it raises is logged, so that it cannot end the engine's thread."""
     try:
-        done(results)
+        done(results, ready)
     except Exception:
         log.exception("the callback of a batch of %d transfers raised", len(results))
 

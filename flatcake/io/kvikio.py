@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatcake.io.device import Stream, When
+from flatcake.io.device import When
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.units import MiB
 
@@ -70,11 +70,11 @@ class KvikioEngine:
         self._answering = 0
         self._is_watched = False
 
-    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start reading; see `Engine.read`."""
         self._submit("pread", batch, buffer, done)
 
-    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start writing; see `Engine.write`."""
         self._submit("pwrite", batch, buffer, done)
 

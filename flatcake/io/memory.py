@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from flatcake.io.device import Stream
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import ByteArray
 
@@ -91,11 +90,11 @@ class MemoryEngine:
         """Do what hangs: late, but it still moves its bytes, as a kernel would."""
         self._do(self._take("hang"))
 
-    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Read; see `Engine.read`."""
         self._submit("read", batch, buffer, done)
 
-    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Write; see `Engine.write`."""
         self._submit("write", batch, buffer, done)
 

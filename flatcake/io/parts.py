@@ -117,4 +117,4 @@ class Parts:
 
         engine = self.media[Medium(ref.medium)].host_engine
         buffer = Buffer.of(torch.from_numpy(record.raw))
-        engine.read(batch, buffer, None, lambda results: self.pump.post(lambda: finish(results)))
+        engine.read(batch, buffer, lambda results, _: self.pump.post(lambda: finish(results)))

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flatcake.io.device import Stream
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import Files
 
@@ -52,11 +51,11 @@ class PosixEngine:
         for thread in self._threads:
             thread.start()
 
-    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start reading into host memory; see `Engine.read`."""
         self._submit(_Batch(batch, buffer, done, is_read=True))
 
-    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start writing from host memory; see `Engine.write`."""
         self._submit(_Batch(batch, buffer, done, is_read=False))
 

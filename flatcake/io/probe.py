@@ -7,7 +7,7 @@ Read path:  index -> catalog -> plan -> ([probe] chose it) io.posix, io.staged o
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from flatcake.config import IOConfig
 from flatcake.errors import DeviceError
-from flatcake.io.device import Device, When, load_kvikio
-from flatcake.io.engine import Buffer, Engine, Result, Transfer
+from flatcake.io.device import Device, Event, When, load_kvikio
+from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer
 from flatcake.io.filepool import FilePool
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.memory import MemoryEngine
@@ -149,10 +149,10 @@ def _compare(engine: Engine, around: Around, pool: FilePool) -> str | None:
 
     across(source.address, int(pattern.ctypes.data))
     try:
-        fault = _run(engine.write, source, stream, size_bytes)
+        fault = _run(engine.write, source, size_bytes)
         if fault is None and not np.array_equal(_whole(around.files, pool.fds[0], size_bytes), pattern):
             fault = "what it wrote is not what the file holds"
-        fault = fault or _run(engine.read, target, stream, size_bytes)
+        fault = fault or _run(engine.read, target, size_bytes)
         back = np.empty_like(pattern)
         across(int(back.ctypes.data), target.address)
         if fault is None and not np.array_equal(back, pattern):
@@ -163,20 +163,22 @@ def _compare(engine: Engine, around: Around, pool: FilePool) -> str | None:
             _put_back(around.files, pool.fds[0], before)
 
 
-def _run(call: Callable[..., None], buffer: Buffer, stream: object, size_bytes: int) -> str | None:
+def _run(call: Callable[[Sequence[Transfer], Buffer, Done], None], buffer: Buffer, size_bytes: int) -> str | None:
     """One batch of two transfers, the first a small one; what was wrong with it."""
     small_bytes = min(3 * DIRECT_BYTES, size_bytes - DIRECT_BYTES)
     cuts = [(0, small_bytes), (small_bytes, size_bytes - small_bytes)]
     batch = [Transfer(0, start, step, start) for start, step in cuts if step > 0]
-    ended, results = threading.Event(), list[Result]()
+    ended, results, points = threading.Event(), list[Result](), list[Event]()
 
-    def done(given: list[Result]) -> None:
+    def done(given: list[Result], ready: Event) -> None:
         results.extend(given)
+        points.append(ready)
         ended.set()
 
-    call(batch, buffer, stream, done)
+    call(batch, buffer, done)
     if not ended.wait(PROBE_WAIT_NS / 1e9):
         return "it did not answer in time"
+    points[0].wait()
     wrong = [result for result, sent in zip(results, batch, strict=True) if result != Result(sent.size_bytes, 0)]
     return f"it answered {wrong[0]}" if wrong else None
 

@@ -5,7 +5,8 @@ results checked, then under the restore's lock the scatter and its event; with t
 window.  A restore is over when the device has reached the last of these events.  Verdicts are `io.judging`'s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Reading:
         self._has_started = True
         parts.restores_active += 1
         self._stream = parts.take_stream()
-        self._mover = TileMover(parts, self._tiles, self._stream, write=False)
+        self._mover = TileMover(parts, self._tiles, write=False)
         self._judging.start(self._stream)
         self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
         if not self._is_ending:  # Else it was dropped before its turn came.
@@ -120,15 +121,17 @@ class Reading:
     def _read(self, tile: int, slot: Buffer) -> None:
         self._next_tile += 1
         self._in_flight += 1
-        self._mover.move(tile, slot, lambda results: self._on_read(tile, slot, results))
+        self._mover.move(tile, slot, partial(self._on_read, tile, slot))
 
-    def _on_read(self, tile: int, slot: Buffer, results: list[Result]) -> None:
+    def _on_read(self, tile: int, slot: Buffer, results: list[Result], ready: Sequence[Event]) -> None:
         bad = bad_pieces(self._parts.lanes, self._tiles, self._work.pieces, tile, results)
         if bad:
             error = next((result.error for result in results if result.error), 0)
             block = int(self._work.pieces.table[bad, 1].min())
             self._restore.note_bad(block, f"read failed (errno {error})")
         try:
+            for point in ready:  # Not before: the scatters queued until now need not wait for this tile.
+                self._parts.device.wait(self._stream, point)
             event = self._scatter(tile, slot, bad)
         except BaseException:
             self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.

@@ -86,8 +86,7 @@ class Recording:
         self._parts.media[Medium(ref.medium)].host_engine.write(
             [self._parts.transfer(ref.medium, ref.base_bytes + offset, size_bytes, offset)],
             Buffer.of(torch.from_numpy(record.raw)),
-            None,
-            lambda results: self._parts.pump.post(lambda: finish(results)),
+            lambda results, _: self._parts.pump.post(lambda: finish(results)),
         )
 
     def _done(self, ref: ExtentRef, error: str) -> None:

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from flatcake.io.device import Point, When
+from flatcake.io.device import NOW, Point, When
 from flatcake.io.engine import Buffer
-from flatcake.io.shelf import NOW, Shelf
+from flatcake.io.shelf import Shelf
 
 Work = TypeVar("Work")
 

@@ -6,10 +6,8 @@ Nobody is told when the device is through with one; whoever wants a buffer looks
 from collections import deque
 from collections.abc import Iterable
 
-from flatcake.io.device import DoneEvent, Point
+from flatcake.io.device import Point
 from flatcake.io.engine import Buffer
-
-NOW = DoneEvent()
 
 
 class Shelf:

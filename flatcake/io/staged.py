@@ -19,7 +19,7 @@ import torch
 
 from flatcake.errors import CapacityError
 from flatcake.io.chunks import Batch, Chunk, Copy
-from flatcake.io.device import Device, Event, Stream, When
+from flatcake.io.device import NOW, Device, Event, Stream, When
 from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.ring import Ring
 from flatcake.io.seam import Files
@@ -65,20 +65,21 @@ class StagedEngine:
         self._lock = threading.Lock()
         self._closed = False
 
-    def read(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start reading; see `Engine.read`."""
 
-        def finish(results: list[Result]) -> None:
+        def finish(results: list[Result], _: Event) -> None:
+            ready: Event = NOW
             try:
-                self._device.wait(stream, self._device.record(self._upwards))
+                ready = self._device.record(self._upwards)
             except RuntimeError as error:
-                log.error("a stream cannot wait for copies from the ring: %s", error)
+                log.error("the end of copies from the ring cannot be told: %s", error)
                 results = [Result(0, errno.EIO) for _ in results]
-            answer(done, results)
+            answer(done, results, ready)
 
         self._submit(self._reads, batch, buffer, finish)
 
-    def write(self, batch: Sequence[Transfer], buffer: Buffer, stream: Stream, done: Done) -> None:
+    def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start writing; see `Engine.write`."""
         self._submit(self._writes, batch, buffer, done)
 
@@ -135,9 +136,9 @@ class StagedEngine:
         ring.put(Batch(batch, buffer, done).chunks(self._buffer_bytes))
 
     def _read(self, chunk: Chunk, buffer: Buffer) -> None:
-        self._inner.read(chunk.transfers, buffer, None, partial(self._on_read, chunk, buffer))
+        self._inner.read(chunk.transfers, buffer, partial(self._on_read, chunk, buffer))
 
-    def _on_read(self, chunk: Chunk, buffer: Buffer, results: list[Result]) -> None:
+    def _on_read(self, chunk: Chunk, buffer: Buffer, results: list[Result], _: Event) -> None:
         slot, ring = chunk.slot.address, buffer.address
         copies = [(slot + at, ring + start, size) for at, start, size in chunk.copies(results)]
         event = self._copy(copies, self._upwards)
@@ -149,16 +150,16 @@ class StagedEngine:
         copies = [(ring + start, slot + at, size) for at, start, size in chunk.copies()]
         event = self._copy(copies, self._downwards)
         if event is None:
-            self._on_written(chunk, buffer, chunk.failed())
+            self._on_written(chunk, buffer, chunk.failed(), NOW)
         elif event.done():
             self._put(chunk, buffer)
         else:
             self._when(event, partial(self._put, chunk, buffer))
 
     def _put(self, chunk: Chunk, buffer: Buffer) -> None:
-        self._inner.write(chunk.transfers, buffer, None, partial(self._on_written, chunk, buffer))
+        self._inner.write(chunk.transfers, buffer, partial(self._on_written, chunk, buffer))
 
-    def _on_written(self, chunk: Chunk, buffer: Buffer, results: list[Result]) -> None:
+    def _on_written(self, chunk: Chunk, buffer: Buffer, results: list[Result], _: Event) -> None:
         chunk.end(results)
         self._writes.give_back(buffer)
 

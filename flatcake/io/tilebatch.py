@@ -3,13 +3,13 @@
 Read path:  plan -> [tilebatch] -> engines -> slot
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from flatcake.gva import Medium
-from flatcake.io.device import Stream
+from flatcake.io.device import Event
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Pieces
@@ -17,31 +17,31 @@ from flatcake.io.plan import TilePlan
 from flatcake.layout import LaneTable
 from flatcake.messages import Int64Array
 
-Answer = Callable[[list[Result]], None]
+Answer = Callable[[list[Result], Sequence[Event]], None]
+"""Told a result for each read or write, and the points after which what was read is in its slot."""
 
 
 class TileMover:
     """Moves the tiles of one plan between the media and slots, all in one direction."""
 
-    def __init__(self, parts: Parts, tiles: TilePlan, stream: Stream, *, write: bool) -> None:
+    def __init__(self, parts: Parts, tiles: TilePlan, *, write: bool) -> None:
         media = sorted(set(tiles.reads[:, 0].tolist()))
-        self._shares = [_Share(parts, tiles, Medium(medium), stream, write=write) for medium in media]
+        self._shares = [_Share(parts, tiles, Medium(medium), write=write) for medium in media]
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
-        """Start all transfers of a tile; `answer` comes on the pump's thread with a result for each read."""
+        """Start all transfers of a tile; `answer` comes on the pump's thread."""
         shares = [share for share in self._shares if share.has(tile)]
         if len(shares) == 1:
             shares[0].move(tile, slot, answer)
             return
         results: dict[int, Result] = {}
-        waiting = len(shares)
+        points: list[Event] = []
 
-        def collect(share: _Share, found: list[Result]) -> None:
-            nonlocal waiting
+        def collect(share: _Share, found: list[Result], ready: Sequence[Event]) -> None:
             results.update(zip(share.numbers(tile), found, strict=True))
-            waiting -= 1
-            if not waiting:
-                answer([results[number] for number in sorted(results)])
+            points.extend(ready)
+            if len(points) == len(shares):
+                answer([results[number] for number in sorted(results)], points)
 
         for share in shares:
             share.move(tile, slot, partial(collect, share))
@@ -50,7 +50,7 @@ class TileMover:
 class _Share:
     """What one medium has to do with the tiles of a plan."""
 
-    def __init__(self, parts: Parts, tiles: TilePlan, medium: Medium, stream: Stream, *, write: bool) -> None:
+    def __init__(self, parts: Parts, tiles: TilePlan, medium: Medium, *, write: bool) -> None:
         io, verb = parts.media[medium], "write" if write else "read"
         self._reads = np.flatnonzero(tiles.reads[:, 0] == medium)
         rows = tiles.reads[self._reads]  # medium and offset become file and offset
@@ -58,7 +58,7 @@ class _Share:
         self._rows: list[list[int]] = rows.tolist()
         self._bounds: list[int] = self._reads.searchsorted(tiles.tile_reads).tolist()
         self._start = io.engine.write if write else io.engine.read
-        self._post, self._counts, self._stream = parts.pump.post, parts.counts, stream
+        self._post, self._counts = parts.pump.post, parts.counts
         self._medium, self._written = medium, parts.written_bytes if write else None
         self._bytes, self._commands = f"{verb}_bytes:{io.engine.name}", f"{verb}s:{io.engine.name}"
 
@@ -77,7 +77,7 @@ class _Share:
         if self._written is not None:
             self._written[self._medium] += size_bytes
         self._counts[self._commands] += len(batch)
-        self._start(batch, slot, self._stream, lambda found: self._post(partial(answer, found)))
+        self._start(batch, slot, lambda found, ready: self._post(partial(answer, found, (ready,))))
 
 
 def bad_pieces(lanes: LaneTable, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:

@@ -5,9 +5,9 @@ Its size never depends on a request.  Belongs to the pump's thread.
 
 from collections.abc import Callable
 
-from flatcake.io.device import Device, Point, When
+from flatcake.io.device import NOW, Device, Point, When
 from flatcake.io.engine import Buffer
-from flatcake.io.shelf import NOW, Shelf
+from flatcake.io.shelf import Shelf
 
 
 class Window:

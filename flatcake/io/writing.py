@@ -51,7 +51,7 @@ class Writing:
         parts, work = self._parts, self._work
         self._has_started = True
         self._stream = parts.take_stream()
-        self._mover = TileMover(parts, work.tiles, self._stream, write=True)
+        self._mover = TileMover(parts, work.tiles, write=True)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
         refs = extents_of(work.plan.runs)
@@ -121,7 +121,7 @@ class Writing:
         self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._release(slot), self)
 
     def _on_gathered(self, tile: int, slot: Buffer) -> None:
-        self._mover.move(tile, slot, lambda results: self._on_written(tile, slot, results))
+        self._mover.move(tile, slot, lambda results, _: self._on_written(tile, slot, results))
 
     def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
         bad = bad_pieces(self._parts.lanes, self._work.tiles, self._work.pieces, tile, results)

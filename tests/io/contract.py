@@ -4,10 +4,10 @@ import errno
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from flatcake.io.device import NOW, Event
 from flatcake.io.engine import Buffer, Engine, Result, Transfer
 from tests.fakes import WAIT_S, host_buffer
 
@@ -24,9 +24,6 @@ class Bench:
     file_bytes: int
     """At least 64 pages."""
     buffer: Callable[[int], Buffer] = host_buffer
-    stream: Any = None
-    settle: Callable[[], None] = lambda: None
-    """Waits for what is queued on `stream`: a read is in place only for what is queued after it."""
 
 
 @dataclass
@@ -35,9 +32,11 @@ class Answer:
 
     calls: list[list[Result]] = field(default_factory=list)
     called: threading.Event = field(default_factory=threading.Event)
+    ready: Event = NOW
 
-    def __call__(self, results: list[Result]) -> None:
+    def __call__(self, results: list[Result], ready: Event) -> None:
         self.calls.append(results)
+        self.ready = ready
         self.called.set()
 
     def results(self) -> list[Result]:
@@ -48,15 +47,15 @@ class Answer:
 
 def read(bench: Bench, batch: Sequence[Transfer], buffer: Buffer) -> list[Result]:
     answer = Answer()
-    bench.engine.read(batch, buffer, bench.stream, answer)
+    bench.engine.read(batch, buffer, answer)
     results = answer.results()
-    bench.settle()
+    answer.ready.wait()
     return results
 
 
 def write(bench: Bench, batch: Sequence[Transfer], buffer: Buffer) -> list[Result]:
     answer = Answer()
-    bench.engine.write(batch, buffer, bench.stream, answer)
+    bench.engine.write(batch, buffer, answer)
     return answer.results()
 
 
@@ -116,7 +115,7 @@ def check_empty_batch_is_answered_at_once(bench: Bench) -> None:
     for call in (bench.engine.read, bench.engine.write):
         for batch in ([], [Transfer(0, PAGE, 0, 0), Transfer(0, 0, 0, PAGE)]):
             answer = Answer()
-            call(batch, buffer, bench.stream, answer)
+            call(batch, buffer, answer)
             assert answer.calls == [whole(batch)]
     assert torch.equal(buffer.tensor.cpu(), kept)
 
@@ -166,11 +165,11 @@ def check_callback_that_raises(bench: Bench) -> None:
     for _ in range(20):  # More than the engine has threads.
         called = threading.Event()
 
-        def done(results: list[Result], called: threading.Event = called) -> None:
+        def done(results: list[Result], ready: Event, called: threading.Event = called) -> None:
             called.set()
             raise ValueError("a mistake of the caller")
 
-        bench.engine.read(batch, buffer, bench.stream, done)
+        bench.engine.read(batch, buffer, done)
         assert called.wait(WAIT_S)
     assert read(bench, batch, buffer) == whole(batch)
 
@@ -180,7 +179,7 @@ def check_close_answers_everything(bench: Bench) -> None:
     answers = [Answer() for _ in buffers]
     batch = [Transfer(0, 0, 16 * PAGE, 0)]
     for buffer, answer in zip(buffers, answers, strict=True):
-        bench.engine.read(batch, buffer, bench.stream, answer)
+        bench.engine.read(batch, buffer, answer)
     assert bench.engine.close(CLOSE_NS)
     assert [answer.calls for answer in answers] == [[whole(batch)]] * len(answers)
 
@@ -194,7 +193,7 @@ def check_close_twice(bench: Bench) -> None:
     kept = fill(buffer, seed=7)
     for call in (bench.engine.read, bench.engine.write):
         answer = Answer()
-        call([Transfer(0, 0, PAGE, 0), Transfer(0, PAGE, PAGE, PAGE)], buffer, bench.stream, answer)
+        call([Transfer(0, 0, PAGE, 0), Transfer(0, PAGE, PAGE, PAGE)], buffer, answer)
         assert answer.calls == [[Result(0, errno.ECANCELED)] * 2]
     assert torch.equal(buffer.tensor.cpu(), kept)
 

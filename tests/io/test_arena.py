@@ -13,7 +13,7 @@ from flatcake.io.device import PIN_CHUNK_BYTES, CpuDevice, Device, Event, Stream
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
-from tests.fakes import FakeCuda, FakeEvent, FaultyFiles, gpu_buffer, host_buffer, when
+from tests.fakes import FakeCuda, FaultyFiles, gpu_buffer, host_buffer, when
 from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, fill, whole
 
 SIZE = 72 * PAGE
@@ -26,7 +26,7 @@ def test_arena_keeps_contract(check, device: Device) -> None:
     arena = Arena(Files(), device, SIZE)
     engine = ArenaEngine(arena, device, when)
     buffer = host_buffer if device.is_host else gpu_buffer
-    check(Bench(engine=engine, file_count=1, file_bytes=SIZE, buffer=buffer, stream=device.new_stream()))
+    check(Bench(engine=engine, file_count=1, file_bytes=SIZE, buffer=buffer))
     engine.check()
     assert engine.close(0)
     arena.close()
@@ -70,21 +70,21 @@ def test_missing_memory_is_refused_with_numbers() -> None:
 
 def test_read_is_answered_at_once_and_write_after_its_copies() -> None:
     device = FakeCuda(manual=True)
-    arena, stream = Arena(Files(), device, SIZE), device.new_stream()
+    arena = Arena(Files(), device, SIZE)
     engine = ArenaEngine(arena, device, when)
     source, target, wrote, done = gpu_buffer(3 * PAGE), gpu_buffer(3 * PAGE), Answer(), Answer()
     sent = fill(source, seed=1)
-    engine.write(BATCH, source, stream, wrote)
+    engine.write(BATCH, source, wrote)
     assert not wrote.calls and not engine.close(0)
     device.run()
     assert wrote.results() == whole(BATCH)
     assert engine.close(0)
     engine = ArenaEngine(arena, device, when)
-    engine.read(BATCH, target, stream, done)
-    assert done.calls == [whole(BATCH)] and not target.tensor.any()
+    engine.read(BATCH, target, done)
+    assert done.calls == [whole(BATCH)] and not done.ready.done() and not target.tensor.any()
     assert not engine.close(0)  # The arena may not be unpinned yet.
     device.run()
-    assert torch.equal(target.tensor, sent) and engine.close(0)
+    assert done.ready.done() and torch.equal(target.tensor, sent) and engine.close(0)
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -92,7 +92,7 @@ def test_failing_device_is_a_result(verb: str) -> None:
     device = FakeCuda()
     engine, answer = ArenaEngine(Arena(Files(), device, SIZE), device, when), Answer()
     device.copy_error = RuntimeError("an illegal memory access was encountered")
-    getattr(engine, verb)(BATCH, gpu_buffer(3 * PAGE), device.new_stream(), answer)
+    getattr(engine, verb)(BATCH, gpu_buffer(3 * PAGE), answer)
     assert answer.calls == [[Result(0, errno.EIO)] * 2]
     assert engine.close(0)
 
@@ -105,24 +105,18 @@ class Failing(FakeCuda):
             raise RuntimeError("invalid argument")
         super().copy(target, source, size_bytes, stream)
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, FakeEvent)
-        super().wait(stream, event)
-
 
 def test_what_was_queued_before_a_failure_still_holds_the_buffer() -> None:
     device = Failing(manual=True)
-    engine, stream, came = ArenaEngine(Arena(Files(), device, SIZE), device, when), device.new_stream(), Answer()
-    engine.read(BATCH, gpu_buffer(3 * PAGE), stream, came)
+    engine, came = ArenaEngine(Arena(Files(), device, SIZE), device, when), Answer()
+    engine.read(BATCH, gpu_buffer(3 * PAGE), came)
     assert came.calls == [[Result(0, errno.EIO)] * 2]
-    after = device.record(stream)
-    stream.run()
-    assert not after.done() and not engine.close(0), "a copy to the buffer is under way"
+    assert not came.ready.done() and not engine.close(0), "a copy to the buffer is under way"
     device.run()
-    assert after.done() and engine.close(0)
+    assert came.ready.done() and engine.close(0)
     device, wrote = Failing(manual=True), Answer()
     engine = ArenaEngine(Arena(Files(), device, SIZE), device, when)
-    engine.write(BATCH, gpu_buffer(3 * PAGE), device.new_stream(), wrote)
+    engine.write(BATCH, gpu_buffer(3 * PAGE), wrote)
     assert not wrote.calls and not engine.close(0), "a copy from the buffer is under way"
     device.run()
     assert wrote.calls == [[Result(0, errno.EIO)] * 2] and engine.close(0)
@@ -140,7 +134,7 @@ def test_a_dead_device_is_a_result(verb: str) -> None:
     device, answer = Dead(), Answer()
     device.copies = 1
     engine = ArenaEngine(Arena(Files(), device, SIZE), device, when)
-    getattr(engine, verb)(BATCH, gpu_buffer(3 * PAGE), device.new_stream(), answer)
+    getattr(engine, verb)(BATCH, gpu_buffer(3 * PAGE), answer)
     assert answer.calls == [[Result(0, errno.EIO)] * 2] and engine.close(0)
 
 
@@ -148,7 +142,7 @@ def test_write_beyond_the_end_changes_nothing_there() -> None:
     device = CpuDevice(Files())
     arena, answer, source = Arena(Files(), device, SIZE), Answer(), host_buffer(4 * PAGE)
     sent = fill(source, seed=2)
-    ArenaEngine(arena, device, when).write([Transfer(0, SIZE - PAGE, 4 * PAGE, 0)], source, None, answer)
+    ArenaEngine(arena, device, when).write([Transfer(0, SIZE - PAGE, 4 * PAGE, 0)], source, answer)
     assert answer.calls == [[Result(PAGE, errno.EIO)]]
     assert torch.equal(torch.from_numpy(arena.array)[SIZE - PAGE :], sent[:PAGE])
     assert not arena.array[: SIZE - PAGE].any()
@@ -159,17 +153,18 @@ def test_copies_cross_the_chunks_in_which_the_arena_is_pinned() -> None:
     if not cuda_is_available():
         pytest.skip("there is no CUDA device")
     device = open_device("cuda", Files())
-    arena, stream = Arena(Files(), device, PIN_CHUNK_BYTES + 64 * PAGE), device.new_stream()
+    arena = Arena(Files(), device, PIN_CHUNK_BYTES + 64 * PAGE)
     assert arena.pinned
     pump = Pump(device, MonotonicClock())
     engine = ArenaEngine(arena, device, lambda event, then: pump.post(lambda: pump.when(event, then)))
     source, target = (Buffer.of(device.window(128 * PAGE)) for _ in range(2))
     sent, wrote, came = fill(source, seed=3), Answer(), Answer()
     batch = [Transfer(0, PIN_CHUNK_BYTES - 64 * PAGE, 128 * PAGE, 0)]
-    engine.write(batch, source, stream, wrote)
+    engine.write(batch, source, wrote)
     assert wrote.results() == whole(batch)
-    engine.read(batch, target, stream, came)
-    device.record(stream).wait()
-    assert came.results() == whole(batch) and torch.equal(target.tensor.cpu(), sent)
+    engine.read(batch, target, came)
+    assert came.results() == whole(batch)
+    came.ready.wait()
+    assert torch.equal(target.tensor.cpu(), sent)
     assert engine.close(CLOSE_NS) and pump.close(CLOSE_NS)
     arena.close()

@@ -19,7 +19,11 @@ def make(sizes: list[int], pages_max: int) -> tuple[list[Transfer], list[Chunk],
         transfers.append(Transfer(number, 100 * PAGE * number, size * PAGE, at))
         at += (size + number % 2) * PAGE  # Some neighbours touch, some do not.
     answers: list[list[Result]] = []
-    return transfers, Batch(transfers, host_buffer(PAGE), answers.append).chunks(pages_max * PAGE), answers
+    return (
+        transfers,
+        Batch(transfers, host_buffer(PAGE), lambda results, _: answers.append(results)).chunks(pages_max * PAGE),
+        answers,
+    )
 
 
 @given(SIZES, st.integers(1, 7))

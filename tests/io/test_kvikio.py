@@ -91,9 +91,9 @@ def test_batches_are_answered_while_an_earlier_one_waits(paths: list[str]) -> No
     kvikio, gate = FakeKvikio(), threading.Event()
     engine, slow, fast = open_engine(kvikio, paths), Answer(), Answer()
     kvikio.gate = gate
-    engine.read(BATCH[:1], host_buffer(5 * PAGE), None, slow)
+    engine.read(BATCH[:1], host_buffer(5 * PAGE), slow)
     kvikio.gate = None
-    engine.read(BATCH[1:2], host_buffer(5 * PAGE), None, fast)
+    engine.read(BATCH[1:2], host_buffer(5 * PAGE), fast)
     assert fast.results() == whole(BATCH[1:2]) and not slow.calls
     gate.set()
     assert slow.results() == whole(BATCH[:1])
@@ -107,7 +107,7 @@ def test_buffer_lives_until_answered_and_no_longer(paths: list[str]) -> None:
     memory = Files().map_memory(5 * PAGE).array
     alive = weakref.ref(memory)
     buffer = Buffer.of(torch.from_numpy(memory))
-    engine.read(BATCH[:2], buffer, None, answer)
+    engine.read(BATCH[:2], buffer, answer)
     del memory, buffer
     gc.collect()
     assert alive() is not None
@@ -122,7 +122,7 @@ def test_close_keeps_files_open_while_something_is_in_flight(paths: list[str]) -
     kvikio, gate = FakeKvikio(), threading.Event()
     kvikio.gate = gate
     engine, answer = open_engine(kvikio, paths), Answer()
-    engine.read(BATCH, host_buffer(5 * PAGE), None, answer)
+    engine.read(BATCH, host_buffer(5 * PAGE), answer)
     assert not engine.close(0)
     engine.check()
     assert not any(file.closes for file in kvikio.files)
@@ -138,7 +138,7 @@ def test_a_later_close_ends_what_hung_when_nobody_watches_any_more(paths: list[s
         kvikio, paths, lambda *call: closed_pump.append(call), threads=4, task_bytes=2 * PAGE, direct=True
     )
     answer = Answer()
-    engine.read(BATCH, host_buffer(5 * PAGE), None, answer)
+    engine.read(BATCH, host_buffer(5 * PAGE), answer)
     assert not engine.close(0) and len(closed_pump) == 1
     gate.set()
     assert engine.close(CLOSE_NS)

@@ -97,7 +97,7 @@ def test_delay_waits_for_release_and_moves_then(engine: MemoryEngine) -> None:
     engine.inject(Fault(kind="delay", batches=2))
     buffers, answers = [host_buffer(5 * PAGE) for _ in range(3)], [Answer() for _ in range(3)]
     for buffer, answer in zip(buffers, answers, strict=True):
-        engine.read(BATCH, buffer, None, answer)
+        engine.read(BATCH, buffer, answer)
     assert [bool(answer.calls) for answer in answers] == [False, False, True] and engine.held == 2
     engine.files[0][:] = 7
     engine.release()
@@ -109,7 +109,7 @@ def test_reorder_answers_last_to_first(engine: MemoryEngine) -> None:
     engine.inject(Fault(kind="reorder", batches=3))
     order: list[int] = []
     for number in range(4):
-        engine.read(BATCH, host_buffer(5 * PAGE), None, lambda results, number=number: order.append(number))
+        engine.read(BATCH, host_buffer(5 * PAGE), lambda results, ready, number=number: order.append(number))
         assert order == ([] if number < 2 else [2, 1, 0] if number == 2 else [2, 1, 0, 3])
     engine.check()
 
@@ -118,8 +118,8 @@ def test_hang_outlives_close_and_moves_late(engine: MemoryEngine) -> None:
     engine.inject(Fault(kind="hang", verb="read"))
     engine.inject(Fault(kind="delay", verb="read", first=1))
     hangs, delayed, buffer = Answer(), Answer(), host_buffer(5 * PAGE)
-    engine.read(BATCH, buffer, None, hangs)
-    engine.read(BATCH, host_buffer(5 * PAGE), None, delayed)
+    engine.read(BATCH, buffer, hangs)
+    engine.read(BATCH, host_buffer(5 * PAGE), delayed)
     engine.release()
     assert delayed.calls == [whole(BATCH)] and not hangs.calls
     assert not engine.close(0) and not hangs.calls
@@ -133,7 +133,7 @@ def test_hang_outlives_close_and_moves_late(engine: MemoryEngine) -> None:
 def test_close_cancels_what_is_delayed(engine: MemoryEngine) -> None:
     engine.inject(Fault(kind="delay", batches=None))
     answer = Answer()
-    engine.write(BATCH, host_buffer(5 * PAGE), None, answer)
+    engine.write(BATCH, host_buffer(5 * PAGE), answer)
     assert engine.close(0)
     assert answer.results() == [Result(0, errno.ECANCELED)] * 2
     engine.release()

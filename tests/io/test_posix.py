@@ -91,13 +91,13 @@ def test_reads_go_before_writes(bench: Bench, files: FaultyFiles) -> None:
     buffer, batch = host_buffer(PAGE), [Transfer(0, 0, PAGE, 0)]
 
     def note(name: str):
-        return lambda results: (order.append(name), ended.release())
+        return lambda results, ready: (order.append(name), ended.release())
 
-    bench.engine.write(batch, buffer, None, note("write 1"))
+    bench.engine.write(batch, buffer, note("write 1"))
     assert files.arrived.acquire(timeout=WAIT_S)  # The only thread is busy with it.
-    bench.engine.write(batch, buffer, None, note("write 2"))
-    bench.engine.read(batch, host_buffer(PAGE), None, note("read 1"))
-    bench.engine.read(batch, host_buffer(PAGE), None, note("read 2"))
+    bench.engine.write(batch, buffer, note("write 2"))
+    bench.engine.read(batch, host_buffer(PAGE), note("read 1"))
+    bench.engine.read(batch, host_buffer(PAGE), note("read 2"))
     gate.set()
     for _ in range(4):
         assert ended.acquire(timeout=WAIT_S)
@@ -107,8 +107,8 @@ def test_reads_go_before_writes(bench: Bench, files: FaultyFiles) -> None:
 def test_close_in_time_cancels_what_waits_and_says_what_hangs(bench: Bench, files: FaultyFiles) -> None:
     gate, buffer = files.hold("read"), host_buffer(8 * PAGE)
     stuck, waiting = Answer(), Answer()
-    bench.engine.read([Transfer(0, 0, 8 * PAGE, 0)], buffer, None, stuck)
-    bench.engine.read([Transfer(1, 0, PAGE, 0)], buffer, None, waiting)
+    bench.engine.read([Transfer(0, 0, 8 * PAGE, 0)], buffer, stuck)
+    bench.engine.read([Transfer(1, 0, PAGE, 0)], buffer, waiting)
     assert files.arrived.acquire(timeout=WAIT_S)
     assert not bench.engine.close(0)
     assert waiting.calls == [[Result(0, errno.ECANCELED)]]
@@ -130,5 +130,5 @@ def test_fault_outside_the_system_is_a_result(bench: Bench, files: FaultyFiles) 
 def test_transfer_outside_buffer_or_files_is_refused(bench: Bench, files: FaultyFiles, transfer: Transfer) -> None:
     answer = Answer()
     with pytest.raises(AssertionError):
-        bench.engine.read([transfer], host_buffer(PAGE), None, answer)
+        bench.engine.read([transfer], host_buffer(PAGE), answer)
     assert not answer.calls and not files.calls["read"]

@@ -79,10 +79,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def finish(engine: Any, place: Place, device: CpuDevice) -> None:
     """The engine works and ends."""
     buffer = host_buffer if device.is_host else gpu_buffer
-    stream = device.new_stream()
-    check_batch_touches_only_its_ranges(
-        Bench(engine=engine, file_count=2, file_bytes=FILE, buffer=buffer, stream=stream)
-    )
+    check_batch_touches_only_its_ranges(Bench(engine=engine, file_count=2, file_bytes=FILE, buffer=buffer))
     assert engine.close(CLOSE_NS)
 
 

@@ -36,7 +36,7 @@ def test_staged_posix_keeps_contract(check, buffers: int, tmp_path: Path) -> Non
     inner = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE)
     engine = StagedEngine(inner, device, files, RingSize(7 * PAGE, buffers, buffers), when)
     assert engine.name == "posix-staged" and engine.pinned
-    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=gpu_buffer, stream=device.new_stream()))
+    check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=gpu_buffer))
     engine.check()
     assert engine.close(CLOSE_NS)
     assert not device.pinned
@@ -50,19 +50,19 @@ class Setup:
     def __init__(self, *, manual: bool = True, buffers: int = 1) -> None:
         self.inner = MemoryEngine(2, FILE_BYTES)
         self.device = FakeCuda(manual=manual)
-        self.stream = self.device.new_stream()
         self.engine = StagedEngine(self.inner, self.device, Files(), RingSize(8 * PAGE, buffers, buffers), when)
-        self.bench = Bench(engine=self.engine, file_count=2, file_bytes=FILE_BYTES, stream=self.stream)
+        self.bench = Bench(engine=self.engine, file_count=2, file_bytes=FILE_BYTES)
 
 
 def test_read_is_answered_when_its_copies_are_queued() -> None:
     at = Setup()
     at.inner.files[0][:], at.inner.files[1][:] = 3, 4
     answer, buffer = Answer(), gpu_buffer(8 * PAGE)
-    at.engine.read(BATCH, buffer, at.stream, answer)
-    assert answer.calls == [whole(BATCH)] and not buffer.tensor.any()
+    at.engine.read(BATCH, buffer, answer)
+    assert answer.calls == [whole(BATCH)] and not answer.ready.done() and not buffer.tensor.any()
     assert at.device.copies == 2  # Neighbours in the slot travel together.
     at.device.run()
+    assert answer.ready.done()
     want = torch.zeros(8 * PAGE, dtype=torch.uint8)
     want[: 2 * PAGE], want[2 * PAGE : 3 * PAGE], want[5 * PAGE : 6 * PAGE] = 3, 4, 3
     assert torch.equal(buffer.tensor, want)
@@ -74,7 +74,7 @@ def test_write_waits_for_its_copies() -> None:
     at = Setup()
     answer, buffer = Answer(), gpu_buffer(8 * PAGE)
     sent = fill(buffer, seed=1)
-    at.engine.write(BATCH, buffer, at.stream, answer)
+    at.engine.write(BATCH, buffer, answer)
     assert not answer.calls and not at.inner.calls
     at.device.run()
     assert answer.calls == [whole(BATCH)]
@@ -88,7 +88,7 @@ def test_a_batch_without_a_buffer_waits_in_a_queue() -> None:
     at.inner.files[0][:] = 5
     buffers, answers = [gpu_buffer(8 * PAGE) for _ in range(5)], [Answer() for _ in range(5)]
     for buffer, answer in zip(buffers, answers, strict=True):
-        at.engine.read(BATCH, buffer, at.stream, answer)
+        at.engine.read(BATCH, buffer, answer)
     assert [len(answer.calls) for answer in answers] == [1, 1, 0, 0, 0]
     at.engine.check()
     for answer in answers[2:]:
@@ -104,8 +104,8 @@ def test_a_ring_buffer_is_not_reused_before_its_copies_are_made() -> None:
     at = Setup()
     first, second, answer = gpu_buffer(8 * PAGE), gpu_buffer(8 * PAGE), Answer()
     at.inner.files[0][:] = 6
-    at.engine.read(BATCH, first, at.stream, Answer())
-    at.engine.read(BATCH, second, at.stream, answer)
+    at.engine.read(BATCH, first, Answer())
+    at.engine.read(BATCH, second, answer)
     at.inner.files[0][:] = 7
     at.device.run()
     assert answer.results() == whole(BATCH)
@@ -167,7 +167,7 @@ def test_failing_device_is_a_result_and_buffer_comes_back(verb: str) -> None:
     at.device.copy_error = RuntimeError("an illegal memory access was encountered")
     for _ in range(3):
         answer = Answer()
-        getattr(at.engine, verb)(BATCH, gpu_buffer(8 * PAGE), at.stream, answer)
+        getattr(at.engine, verb)(BATCH, gpu_buffer(8 * PAGE), answer)
         assert answer.calls == [[Result(0, errno.EIO)] * 3]
     at.engine.check()
     assert at.engine.close(0)
@@ -181,7 +181,7 @@ def test_a_device_that_lets_no_thread_in_is_a_result(verb: str) -> None:
 
     device, answer = Shut(), Answer()
     engine = StagedEngine(MemoryEngine(2, FILE_BYTES), device, Files(), RingSize(8 * PAGE, 1, 1), when)
-    getattr(engine, verb)(BATCH, gpu_buffer(8 * PAGE), device.new_stream(), answer)
+    getattr(engine, verb)(BATCH, gpu_buffer(8 * PAGE), answer)
     assert answer.calls == [[Result(0, errno.EIO)] * 3]
     assert engine.close(0)
 
@@ -191,8 +191,8 @@ def test_close_cancels_what_waits_and_keeps_buffers_that_are_in_use() -> None:
     hangs, waits = Answer(), Answer()
     at.inner.inject(Fault(kind="hang"))
     buffer = gpu_buffer(8 * PAGE)
-    at.engine.read(BATCH, buffer, at.stream, hangs)
-    at.engine.read(BATCH, buffer, at.stream, waits)
+    at.engine.read(BATCH, buffer, hangs)
+    at.engine.read(BATCH, buffer, waits)
     assert not at.engine.close(0)
     assert waits.calls == [[Result(0, errno.ECANCELED)] * 3] and not hangs.calls
     assert at.device.pinned
@@ -214,8 +214,8 @@ def test_a_later_close_ends_what_hung_when_nobody_watches_any_more(tmp_path: Pat
     inner = KvikioEngine(kvikio, [str(path)], watch, threads=4, task_bytes=PAGE, direct=True)
     engine = StagedEngine(inner, device, Files(), RingSize(2 * PAGE, 1, 1), when)
     kvikio.gate, batch, buffer = gate, [Transfer(0, 0, 2 * PAGE, 0)], gpu_buffer(2 * PAGE)
-    engine.read(batch, buffer, device.new_stream(), hangs)
-    engine.read(batch, buffer, device.new_stream(), waits)
+    engine.read(batch, buffer, hangs)
+    engine.read(batch, buffer, waits)
     assert not engine.close(0) and not hangs.calls
     assert waits.calls == [[Result(0, errno.ECANCELED)]] and device.pinned and closed_pump
     gate.set()
@@ -242,7 +242,7 @@ def test_staged_posix_keeps_contract_on_a_gpu(check, tmp_path: Path) -> None:
     fds = [files.open_file(str(tmp_path / name), create=True, direct=False) for name in "abc"]
     for fd in fds:
         files.allocate(fd, FILE_BYTES)
-    inner, stream = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE), device.new_stream()
+    inner = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE)
     engine = StagedEngine(
         inner, device, files, RingSize(3 * PAGE, 3, 1), lambda event, then: pump.post(lambda: pump.when(event, then))
     )
@@ -253,8 +253,6 @@ def test_staged_posix_keeps_contract_on_a_gpu(check, tmp_path: Path) -> None:
             file_count=3,
             file_bytes=FILE_BYTES,
             buffer=lambda size_bytes: Buffer.of(device.window(size_bytes)),
-            stream=stream,
-            settle=lambda: device.record(stream).wait(),
         )
     )
     engine.check()
