@@ -5,7 +5,7 @@ once, whenever a layer is complete, and compared on the host when the records ar
 layer.  Pump's thread only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from flatcake.messages import BASE, MEDIUM, Int64Array, block_column
 class Judging:
     """Verifies one restore, or only waves it through where checksums are off."""
 
-    def __init__(
-        self, parts: Parts, restore: Restore, work: Work, layer_tiles: Sequence[int], idle: Callable[[], None]
-    ) -> None:
+    def __init__(self, parts: Parts, restore: Restore, work: Work, idle: Callable[[], None]) -> None:
         self._parts, self._restore, self._work = parts, restore, work
         self._idle = idle
         """Called whenever the last open verdict is in."""
@@ -36,12 +34,10 @@ class Judging:
         self._groups = 0
         self._unjudged: list[list[int]] = []
         self._bad_rows: dict[int, list[int]] = {}
-        self._unverified = list(layer_tiles)
-        self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
-        self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
         self._stream: Stream = None
-        self.copy: TileCopy
-        """Set it before a tile is scattered."""
+        self._copy: TileCopy
+        self._unverified: list[int]
+        """Per layer: tiles that are not judged yet."""
 
     @property
     def is_idle(self) -> bool:
@@ -57,7 +53,14 @@ class Judging:
                 self._fail_extent(ref, "stale plan")
             elif self._parts.verify:
                 self._want_record(ref)
-        self._judge_waiting()
+
+    def use(self, copy: TileCopy) -> None:
+        """Judge the sums of `copy`: say so before a tile is scattered.
+
+        What they must be is made in a turn of its own, after the tiles that are read already.
+        """
+        self._copy, self._unverified = copy, list(self._work.layer_tiles)
+        self._parts.pump.post(self._judge_waiting)
 
     def note_scattered(self, tile: int, bad: list[int], *, fetch: bool) -> None:
         """A tile's copy is queued; `fetch` its sums, and those of the tiles before it, now."""
@@ -68,7 +71,7 @@ class Judging:
             self._bad_rows[tile] = bad
         if fetch:
             group, self._unfetched = self._unfetched, []
-            self.copy.fetch_sums(group)
+            self._copy.fetch_sums(group)
             fetched = self._parts.device.record(self._stream)
             self._groups += 1
             self._parts.pump.when(fetched, lambda: self._on_fetched(group), self)
@@ -98,8 +101,7 @@ class Judging:
             self._idle()
 
     def _judge(self, group: list[int], wanted: Sums) -> None:
-        found, first_layer, last_layer = self.copy.sums, self._first_layer, self._last_layer
-        bounds = self._work.pieces.tile_pieces
+        found, bounds = self._copy.sums, self._work.pieces.tile_pieces
         complete = []
         for tile in group:
             start, end = bounds[tile], bounds[tile + 1]
@@ -108,7 +110,7 @@ class Judging:
                 differs[row - start] = False
             if differs.any():
                 self._fail_blocks(np.unique(self._work.pieces.table[start:end][differs, 1]))
-            for layer in range(first_layer[tile], last_layer[tile] + 1):
+            for layer in self._work.tile_layers[tile]:
                 self._unverified[layer] -= 1
                 if not self._unverified[layer]:
                     complete.append(layer)

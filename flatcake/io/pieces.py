@@ -59,7 +59,10 @@ def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pie
 
 
 class Work:
-    """A plan, expanded for one data plane."""
+    """A plan, expanded for one data plane.
+
+    What is cached is made when it is first asked for: a restore begins to read without it.
+    """
 
     def __init__(self, plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> None:
         self.plan = plan
@@ -68,5 +71,18 @@ class Work:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Made when they are first asked for: a restore begins to read without them."""
         return pieces_of(self.plan, self.tiles, self._lanes, self._layout)
+
+    @cached_property
+    def tile_layers(self) -> list[range]:
+        """Per tile: the layers that it has something of."""
+        ends: list[int] = (self.tiles.tile_last_layer + 1).tolist()
+        return list(map(range, self.tiles.tile_first_layer.tolist(), ends))
+
+    @cached_property
+    def layer_tiles(self) -> tuple[int, ...]:
+        """Per layer: in how many tiles it lies."""
+        layers, tiles = self._lanes.layer_count, self.tiles
+        begun = np.bincount(tiles.tile_first_layer, minlength=layers).cumsum()
+        over = np.bincount(tiles.tile_last_layer + 1, minlength=layers + 1).cumsum()
+        return tuple((begun - over[:-1]).tolist())

@@ -8,8 +8,6 @@ window.  A restore is over when the device has reached the last of these events.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from flatcake.io.device import DoneEvent, Event, Point, Stream
 from flatcake.io.engine import Buffer, Result
 from flatcake.io.judging import Judging
@@ -38,12 +36,10 @@ class Reading:
         self._is_ending = False
         self._has_started = False
         self.is_over = False
-        self._first_layer: list[int] = work.tiles.tile_first_layer.tolist()
-        self._last_layer: list[int] = work.tiles.tile_last_layer.tolist()
-        self._unread = layer_tiles(work, parts.lanes.layer_count)
-        """Per layer: tiles that are not scattered yet."""
-        self._judging = Judging(parts, restore, work, self._unread, self.end_if_idle)
+        self._judging = Judging(parts, restore, work, self.end_if_idle)
         self._stream: Stream = None
+        self._unread: list[int]
+        """Per layer: tiles that are not scattered yet."""
         self._copy: TileCopy
         self._mover: TileMover
 
@@ -58,8 +54,9 @@ class Reading:
         self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
         if not self._is_ending:  # Else it was dropped before its turn came.
             parts.device.wait(self._stream, after)
+            self._unread = list(self._work.layer_tiles)
             self._copy = parts.copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=parts.verify)
-            self._judging.copy = self._copy
+            self._judging.use(self._copy)
 
     def drop(self, reason: str) -> None:
         """Give the pages back; what is in flight ends in its slot.  It need not have started."""
@@ -159,21 +156,11 @@ class Reading:
             with span("restore.scatter", size_bytes=slot.tensor.shape[0]):
                 self._copy.scatter(tile, slot, bad)
             event = restore.last_event = self._parts.device.record(self._stream)
-            first, last = self._first_layer[tile], self._last_layer[tile]
             complete = []
-            for layer in range(first, last + 1):
+            for layer in self._work.tile_layers[tile]:
                 self._unread[layer] -= 1
                 if not self._unread[layer]:
                     complete.append(layer)
             restore.note_layers(complete, event)
             self._judging.note_scattered(tile, bad, fetch=bool(complete))
             return event
-
-
-def layer_tiles(work: Work, layers: int) -> list[int]:
-    """Per layer: in how many tiles it lies."""
-    inside = (work.tiles.tile_first_layer <= np.arange(layers)[:, None]) & (
-        np.arange(layers)[:, None] <= work.tiles.tile_last_layer
-    )
-    counts: list[int] = inside.sum(axis=1).tolist()
-    return counts
