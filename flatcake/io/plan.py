@@ -159,8 +159,8 @@ def _read_breaks(
     """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
     opens = np.ones(starts.shape, np.bool_)
     # An extent lies in one file, so neighbours are in one file in every layer or in none.
-    places = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
-    apart = (np.diff(places[0]) != 0) | (np.diff(places[1]) != 0)
+    media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
+    apart = (media[1:] != media[:-1]) | (files[1:] != files[:-1])
     holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
     np.logical_or(holes >= max(1, limits.gap_bytes_limit), apart, out=opens[:, 1:])
     for layer in np.flatnonzero(~opens.all(axis=1)):
@@ -196,27 +196,27 @@ def _tile(
     segments[..., 2] = table[:, FIRST_BLOCK]
     segments[..., 3] = table[:, BLOCKS]
     segments, starts, ends, opens = segments.reshape(-1, 4), starts.ravel(), ends.ravel(), opens.ravel()
-    firsts = at = np.flatnonzero(opens)
+    firsts = at = opens.nonzero()[0]
     if kept is not None:
         rows = np.flatnonzero(kept)
         segments, starts, ends, opens = segments[rows], starts[rows], ends[rows], opens[rows]
-        firsts = np.flatnonzero(opens)
+        firsts = opens.nonzero()[0]
         at = rows[firsts]
-    lasts = np.append(firsts, len(opens))[1:] - 1
+    bounds = np.concatenate([firsts, [len(opens)]])
     reads = np.empty((len(firsts), 4), np.int64)
     reads[:, 0] = table[at % max(1, ranges), MEDIUM]
     reads[:, 1] = read_start = starts[firsts]
-    reads[:, 2] = read_bytes = ends[lasts] - read_start
-    slot_offset = np.cumsum(read_bytes)
+    reads[:, 2] = read_bytes = ends[bounds[1:] - 1] - read_start
+    slot_offset = read_bytes.cumsum()
     tile_reads = _fill(slot_offset, limits)
     slot_offset -= read_bytes
-    slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], np.diff(tile_reads))
+    slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], tile_reads[1:] - tile_reads[:-1])
     reads[:, 3] = slot_offset
-    segment_read = np.cumsum(opens, dtype=np.int64)
+    segment_read = opens.cumsum(dtype=np.int64)
     segment_read -= 1
     slot_offset -= read_start
     segments[:, 0] += slot_offset[segment_read]
-    tile_segments = np.append(firsts, len(opens))[tile_reads]
+    tile_segments = bounds[tile_reads]
     return TilePlan(
         reads=reads,
         segments=segments,
@@ -233,24 +233,24 @@ def _join_lanes(plan: TilePlan, limits: PlanLimits) -> TilePlan:
 
     Where a request has every block that an extent has room for, one lane ends where the next begins.
     """
-    if limits.slot_bytes > limits.read_bytes_max:
-        return plan
     media, starts, sizes, _ = plan.reads.T
-    opens = np.ones(len(plan.reads), np.bool_)
-    opens[1:] = (starts[1:] != starts[:-1] + sizes[:-1]) | (media[1:] != media[:-1])
-    opens |= np.diff(starts // limits.file_bytes, prepend=-1) != 0
-    opens[plan.tile_reads[:-1]] = True
-    if opens.all():
+    touches = starts[1:] == starts[:-1] + sizes[:-1]
+    if limits.slot_bytes > limits.read_bytes_max or not touches.any():
         return plan
-    firsts = np.flatnonzero(opens)
+    files = starts // limits.file_bytes
+    opens = np.ones(len(starts), np.bool_)
+    opens[1:] = ~touches | (media[1:] != media[:-1]) | (files[1:] != files[:-1])
+    opens[plan.tile_reads[:-1]] = True
+    firsts = opens.nonzero()[0]
     reads = plan.reads[firsts]
     reads[:, 2] = np.add.reduceat(sizes, firsts)
-    number = np.cumsum(opens, dtype=np.int64) - 1
+    number = opens.cumsum(dtype=np.int64)
+    number -= 1
     return replace(
         plan,
         reads=reads,
         segment_read=number[plan.segment_read],
-        tile_reads=np.append(number[plan.tile_reads[:-1]], len(reads)),
+        tile_reads=np.concatenate([number[plan.tile_reads[:-1]], [len(reads)]]),
     )
 
 
@@ -259,13 +259,15 @@ def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
 
     `ends` has the bytes of all reads up to the end of each.
     """
-    limit_bytes, start_bytes, cuts, count = limits.first_tile_bytes, 0, [0], len(ends)
+    slot_bytes, stop, cuts, count = limits.slot_bytes, 0, [0], len(ends)
+    end_bytes = limit_bytes = min(limits.first_tile_bytes, slot_bytes)
     # Looking at an element of a list is quick, making one is not: worth it while there are few reads a tile.
     at: Sequence[int] = ends.tolist() if count < _LIST_MAX else ends  # type: ignore[assignment]
-    while cuts[-1] < count:
-        limit_bytes = min(limit_bytes, limits.slot_bytes)
-        stop = max(bisect_right(at, start_bytes + limit_bytes, cuts[-1]), cuts[-1] + 1)
+    while stop < count:
+        stop += 1  # One read at least; of a long context no second one fits.
+        if stop < count and at[stop] <= end_bytes:
+            stop = bisect_right(at, end_bytes, stop)
         cuts.append(stop)
-        start_bytes = int(at[stop - 1])
-        limit_bytes *= TILE_GROWTH
+        limit_bytes = min(limit_bytes * TILE_GROWTH, slot_bytes)
+        end_bytes = at[stop - 1] + limit_bytes
     return np.array(cuts, np.int64)
