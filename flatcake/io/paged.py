@@ -133,7 +133,10 @@ class PagedKV:
             raise ShapeError(f"groups {list(groups)}: expected one for each of {len(layers)} layers, from 0 on")
         each = (self.rows[self.layer_groups == group, :, BASE] for group in range(self.groups))
         bases = [set(rows.ravel().tolist()) - {0} for rows in each]
-        self._share_memory = sum(map(len, bases)) > len(set().union(*bases))
+        share_memory = sum(map(len, bases)) > len(set().union(*bases))
+        # Where groups share their memory a page has one owner among all of them.
+        self._owners: Int64Array = np.arange(self.groups)[:, None] * (0 if share_memory else self.page_count)
+        """int64 [groups, 1]: added to a page, it makes those of groups that share no memory different ones."""
         self._names = tuple(names)
 
     @classmethod
@@ -243,22 +246,23 @@ class PagedKV:
                 f"page table of {table.shape[1]} pages: expected {need}, {pages_per_block} for each of {blocks} blocks"
             )
         table = np.array(table[:, :need], np.int64)  # A copy: the caller may change its own at once.
-        is_open = (table == -1) & (np.arange(need) < whole_from * pages_per_block)
-        used = table[~is_open]
+        is_used = table != -1
+        is_used[:, whole_from * pages_per_block :] = True
+        used = table[is_used]
         if used.size and (used.min() < 0 or used.max() >= self.page_count):
             raise PageTableError(f"pages {used.min()} … {used.max()}: expected 0 … {self.page_count - 1}")
-        # Where groups share their memory a page has one owner among all of them.
-        apart = 0 if self._share_memory else self.page_count
-        counts = np.bincount((table + apart * np.arange(self.groups)[:, None])[~is_open])
+        counts = np.bincount((table + self._owners)[is_used])
         if used.size and counts.max() > 1:
             twice = int(np.argmax(counts)) % self.page_count
             raise PageTableError(f"page {twice} is named more than once; every page of a table must be distinct")
         return table.reshape(self.groups * blocks, pages_per_block)
 
-    def wanted(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
-        """bool [layers, blocks]: whether any page of a block is named, in the rows that `page_table` has made."""
-        is_named: npt.NDArray[np.bool_] = (rows >= 0).any(axis=1).reshape(self.groups, -1)
-        return is_named[self.layer_groups]
+    def wanted(self, rows: Int64Array) -> npt.NDArray[np.bool_] | None:
+        """bool [layers, blocks]: whether any page of a block is named, in rows of `page_table`.  None: every page."""
+        is_named: npt.NDArray[np.bool_] = rows >= 0
+        if is_named.all():
+            return None
+        return is_named.any(axis=1).reshape(self.groups, -1)[self.layer_groups]
 
     def row_of(self, layers: Int64Array, blocks: Int64Array, rows: int) -> Int64Array:
         """int64 [n]: which of so many rows of a page table is that of each block in each layer."""
