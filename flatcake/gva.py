@@ -131,7 +131,7 @@ def _fields(name: str, values: npt.ArrayLike, limit: int) -> npt.NDArray[np.uint
     if array.size:
         if array.dtype.kind not in "iu":
             raise AddressError(f"{name}: expected integers from 0 to {limit - 1:#x}, got dtype {array.dtype}")
-        for worst in (int(array.min()), int(array.max())):
+        for worst in (int(array.max()), int(array.min()) if array.dtype.kind == "i" else 0):
             if not 0 <= worst < limit:
                 raise AddressError(f"{name}={worst}: expected integers from 0 to {limit - 1:#x}")
-    return array.astype(np.uint64)
+    return array.astype(np.uint64, copy=False)

@@ -200,16 +200,18 @@ class Index:
         for _ in range(self._buckets):
             if not len(rows):
                 break
-            hits = np.flatnonzero(firsts.take(buckets, axis=0) == first[rows, None])
-            slot, row = buckets[hits // _LANES] * _LANES + hits % _LANES, rows[hits // _LANES]
+            nth, lane = (firsts.take(buckets, axis=0) == first[rows, None]).nonzero()
+            slot, row = buckets[nth] * _LANES + lane, rows[nth]
             # The halves are compared before and after the address is read.  A writer that gives the slot to
             # another key writes MISS, then the halves, then the address: one of the three gives it away.
             # Only a slot that went to another key and back in between is missed, and the lease catches that.
             gva = self._gvas.take(slot)
             same = (gva != MISS) & (self._first.take(slot) == first[row]) & (self._last.take(slot) == last[row])
-            slots[row[same]] = slot[same]
-            gvas[row[same]] = gva[same]
-            left = np.flatnonzero(gvas[rows] == MISS)
+            row = row[same]
+            slots[row], gvas[row] = slot[same], gva[same]
+            left = (gvas[rows] == MISS).nonzero()[0]
+            if not len(left):
+                break
             left = left[self._passed.take(buckets[left]) > 0]
             rows, buckets = rows[left], (buckets[left] + 1) % self._buckets
         return slots, gvas

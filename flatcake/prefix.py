@@ -56,9 +56,9 @@ def prefix_of(gvas: npt.NDArray[np.uint64], blocks: Int64Array, space: Space) ->
     if not len(gvas):
         return Prefix(Runs(np.empty((0, RUN_COLUMNS), np.int64)), [], [])
     piece_bytes = int(space.tables[Medium.SSD].lanes.piece_bytes[0])
-    breaks = (np.diff(gvas.astype(np.int64)) != piece_bytes) | (np.diff(blocks) != 1)
-    firsts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(breaks) + 1])
-    counts = np.diff(np.append(firsts, len(gvas)))
+    breaks = (gvas[1:] - gvas[:-1] != piece_bytes) | (blocks[1:] - blocks[:-1] != 1)
+    bounds = np.concatenate([[0], breaks.nonzero()[0] + 1, [len(gvas)]])
+    firsts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
     media, _, offsets = decode_array(gvas[firsts])
     rows, owners = [], []
     for medium, offset, count, first in zip(
@@ -90,6 +90,8 @@ def runs_of(slots: list[Slots], blocks: Int64Array) -> Runs:
 
 def runs_from(runs: Runs, first_block: int) -> Runs:
     """What is left of runs without the blocks of the request before `first_block`."""
+    if not first_block:
+        return runs
     table = runs.table.copy()
     skipped = np.clip(first_block - table[:, FIRST_BLOCK], 0, table[:, BLOCKS])
     table[:, FIRST_SLOT] += skipped

@@ -41,11 +41,12 @@ def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pie
 
     Cost: O(pieces) array elements; fresh memory would cost more than all arithmetic, so it is done in shares.
     """
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(tiles.segments[:, 3])])
-    table, seeds = np.empty((int(ends[-1]), 3), np.int64), np.empty(int(ends[-1]), np.uint32)
+    ends = np.concatenate([[0], tiles.segments[:, 3].cumsum()])
+    count = int(ends[-1])
+    table, seeds = np.empty((count, 3), np.int64), np.empty(count, np.uint32)
     states, generations = block_states(plan.keys, layout), block_column(plan, GENERATION).view(np.uint64)
-    cuts = np.unique(np.searchsorted(ends, np.arange(0, ends[-1] + SHARE, SHARE))).clip(max=len(tiles.segments))
-    for first, last in pairwise(cuts.tolist()):
+    cuts = ends.searchsorted(np.arange(0, count, SHARE)).tolist()
+    for first, last in pairwise([*cuts, len(tiles.segments)]):
         rows = slice(int(ends[first]), int(ends[last]))
         starts, layers, blocks, counts = tiles.segments[first:last].T
         sizes = lanes.piece_bytes[layers]

@@ -52,10 +52,9 @@ class _Share:
 
     def __init__(self, parts: Parts, tiles: TilePlan, medium: Medium, *, write: bool) -> None:
         io, verb = parts.media[medium], "write" if write else "read"
-        self._reads = np.flatnonzero(tiles.reads[:, 0] == medium)
-        rows = tiles.reads[self._reads]  # medium and offset become file and offset
-        rows[:, 0], rows[:, 1] = io.locate(rows[:, 1])
-        self._rows: list[list[int]] = rows.tolist()
+        self._reads = (tiles.reads[:, 0] == medium).nonzero()[0]
+        self._rows = tiles.reads[self._reads]  # medium and offset become file and offset
+        self._rows[:, 0], self._rows[:, 1] = io.locate(self._rows[:, 1])
         self._bounds: list[int] = self._reads.searchsorted(tiles.tile_reads).tolist()
         self._start = io.engine.write if write else io.engine.read
         self._post, self._counts = parts.pump.post, parts.counts
@@ -71,7 +70,7 @@ class _Share:
         return numbers
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
-        batch = [Transfer(*row) for row in self._rows[self._bounds[tile] : self._bounds[tile + 1]]]
+        batch = [Transfer(*row) for row in self._rows[self._bounds[tile] : self._bounds[tile + 1]].tolist()]
         size_bytes = sum([transfer.size_bytes for transfer in batch])
         self._counts[self._bytes] += size_bytes
         if self._written is not None:
