@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flatcake.gva import Medium, decode_array
+from flatcake.gva import Medium, decode, decode_array
 from flatcake.messages import BLOCKS, FIRST_BLOCK, FIRST_SLOT, RUN_COLUMNS, Int64Array, KeyArray, Runs
 from flatcake.scopes import Scope
 from flatcake.space import GvaArray, Slots, Space
@@ -59,12 +59,10 @@ def prefix_of(gvas: npt.NDArray[np.uint64], blocks: Int64Array, space: Space) ->
     breaks = (gvas[1:] - gvas[:-1] != piece_bytes) | (blocks[1:] - blocks[:-1] != 1)
     bounds = np.concatenate([[0], breaks.nonzero()[0] + 1, [len(gvas)]])
     firsts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
-    media, _, offsets = decode_array(gvas[firsts])
     rows, owners = [], []
-    for medium, offset, count, first in zip(
-        media.tolist(), offsets.tolist(), counts.tolist(), blocks[firsts].tolist(), strict=True
-    ):
-        table = space.tables[Medium(medium)]
+    for gva, count, first in zip(gvas[firsts].tolist(), counts.tolist(), blocks[firsts].tolist(), strict=True):
+        medium, _, offset = decode(gva)
+        table = space.tables[medium]
         extent = table.at(offset)
         assert extent is not None, f"address {medium}:{offset} is in no extent"
         slot = table.slot_of(extent, offset)
