@@ -63,9 +63,8 @@ class LaneTable:
 
     def record_sizes(self, rooms: Int64Array) -> Int64Array:
         """`record_bytes` for whole arrays."""
-        return (
-            -(-(RECORD_HEADER_BYTES + rooms * self.layer_count * RECORD_BYTES_PER_PIECE) // DIRECT_BYTES) * DIRECT_BYTES
-        )
+        row_bytes = self.layer_count * RECORD_BYTES_PER_PIECE
+        return (rooms * row_bytes + (RECORD_HEADER_BYTES + DIRECT_BYTES - 1)) // DIRECT_BYTES * DIRECT_BYTES
 
     def extent_sizes(self, rooms: Int64Array) -> Int64Array:
         """`extent_bytes` for whole arrays."""

@@ -10,7 +10,7 @@ the other layers follow by arithmetic.  Per layer, neighbours are merged over ho
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
     if wanted is not None:
         kept = wanted[:, table[:, FIRST_BLOCK]]
         opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
-    return _join_lanes(_tile(table, starts, ends, opens, kept, limits), limits)
+    return _tile(table, starts, ends, opens, kept, limits)
 
 
 def _sorted(table: Int64Array) -> Int64Array:
@@ -132,9 +132,9 @@ def _cut(table: Int64Array, wanted: Wanted) -> Int64Array:
 
 def _split(table: Int64Array, blocks_max: int) -> Int64Array:
     """Cut runs of more than `blocks_max` blocks, so that no range exceeds the largest read."""
-    parts = -(-table[:, BLOCKS] // blocks_max)
-    if (parts == 1).all():
+    if (table[:, BLOCKS] <= blocks_max).all():
         return table
+    parts = -(-table[:, BLOCKS] // blocks_max)
     rows = np.repeat(table, parts, axis=0)
     nth = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
     skipped = nth * blocks_max
@@ -157,14 +157,16 @@ def _read_breaks(
     table: Int64Array, starts: Int64Array, ends: Int64Array, limits: PlanLimits, read_bytes_max: int
 ) -> npt.NDArray[np.bool_]:
     """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
-    opens = np.ones(starts.shape, np.bool_)
+    opens = np.empty(starts.shape, np.bool_)
+    opens[:, :1] = True
     # An extent lies in one file, so neighbours are in one file in every layer or in none.
     media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
     apart = (media[1:] != media[:-1]) | (files[1:] != files[:-1])
     holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
     np.logical_or(holes >= max(1, limits.gap_bytes_limit), apart, out=opens[:, 1:])
-    for layer in np.flatnonzero(~opens.all(axis=1)):
-        _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
+    if not opens.all():
+        for layer in np.flatnonzero(~opens.all(axis=1)):
+            _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
     return opens
 
 
@@ -205,18 +207,23 @@ def _tile(
     bounds = np.concatenate([firsts, [len(opens)]])
     reads = np.empty((len(firsts), 4), np.int64)
     reads[:, 0] = table[at % max(1, ranges), MEDIUM]
-    reads[:, 1] = read_start = starts[firsts]
-    reads[:, 2] = read_bytes = ends[bounds[1:] - 1] - read_start
+    reads[:, 1] = starts[firsts]
+    reads[:, 2] = read_bytes = ends[bounds[1:] - 1] - reads[:, 1]
     slot_offset = read_bytes.cumsum()
     tile_reads = _fill(slot_offset, limits)
     slot_offset -= read_bytes
     slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], tile_reads[1:] - tile_reads[:-1])
     reads[:, 3] = slot_offset
+    tile_segments = bounds[tile_reads]
+    heads = _heads(reads, tile_reads, limits)
+    if heads is not None:
+        opens = np.zeros(len(opens), np.bool_)
+        opens[firsts[heads]] = True
+        reads, tile_reads = reads[heads], heads.searchsorted(tile_reads)
+        reads[:, 2] = np.add.reduceat(read_bytes, heads)
     segment_read = opens.cumsum(dtype=np.int64)
     segment_read -= 1
-    slot_offset -= read_start
-    segments[:, 0] += slot_offset[segment_read]
-    tile_segments = bounds[tile_reads]
+    segments[:, 0] += (reads[:, 3] - reads[:, 1])[segment_read]
     return TilePlan(
         reads=reads,
         segments=segments,
@@ -228,30 +235,20 @@ def _tile(
     )
 
 
-def _join_lanes(plan: TilePlan, limits: PlanLimits) -> TilePlan:
-    """Make one read of those in a tile that touch across layers.
+def _heads(reads: Int64Array, tile_reads: Int64Array, limits: PlanLimits) -> Int64Array | None:
+    """Which reads stay, if those in a tile that touch across layers are made one; None for all.
 
     Where a request has every block that an extent has room for, one lane ends where the next begins.
     """
-    media, starts, sizes, _ = plan.reads.T
+    media, starts, sizes, _ = reads.T
     touches = starts[1:] == starts[:-1] + sizes[:-1]
     if limits.slot_bytes > limits.read_bytes_max or not touches.any():
-        return plan
+        return None
     files = starts // limits.file_bytes
-    opens = np.ones(len(starts), np.bool_)
-    opens[1:] = ~touches | (media[1:] != media[:-1]) | (files[1:] != files[:-1])
-    opens[plan.tile_reads[:-1]] = True
-    firsts = opens.nonzero()[0]
-    reads = plan.reads[firsts]
-    reads[:, 2] = np.add.reduceat(sizes, firsts)
-    number = opens.cumsum(dtype=np.int64)
-    number -= 1
-    return replace(
-        plan,
-        reads=reads,
-        segment_read=number[plan.segment_read],
-        tile_reads=np.concatenate([number[plan.tile_reads[:-1]], [len(reads)]]),
-    )
+    stays = np.empty(len(starts), np.bool_)
+    stays[1:] = ~touches | (media[1:] != media[:-1]) | (files[1:] != files[:-1])
+    stays[tile_reads[:-1]] = True
+    return stays.nonzero()[0]
 
 
 def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
