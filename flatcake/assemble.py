@@ -20,7 +20,8 @@ from flatcake.geometry import Geometry
 from flatcake.given import expect
 from flatcake.gva import Medium
 from flatcake.index import Index
-from flatcake.io.device import Device, When, open_device
+from flatcake.io.device import Device, When
+from flatcake.io.devices import open_device
 from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts

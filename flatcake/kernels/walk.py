@@ -84,21 +84,19 @@ def mixed_sum(
         low, high = tl.split(value)
         low = low.to(tl.uint32, bitcast=True)
         high = high.to(tl.uint32, bitcast=True)
-        index = first // 2 + tl.arange(0, TILE // 2)
         live, _ = tl.split(inside.to(tl.int32))
-    elif UNIT == 8:
-        low = value.to(tl.uint32)
-        high = (value >> 32).to(tl.uint32)
-        index = first + tl.arange(0, TILE)[:, None]
-        live = inside.to(tl.int32)
+        begin = start + first // 2
+        word = tl.arange(0, TILE // 2)
     else:
         low = value.to(tl.uint32)
         high = (value >> 32).to(tl.uint32)
-        index = (first + tl.arange(0, TILE)[:, None]) * 2 + tl.arange(0, 2)[None, :]
-        live = inside.to(tl.int32) + tl.zeros([TILE, 2], tl.int32)
+        live = inside.to(tl.int32)
+        begin = start + first * (UNIT // 8)
+        word = words_of(tl.arange(0, TILE)[:, None], UNIT)
+        live = live + tl.zeros(word.shape, tl.int32)
+    # The tile's first key is made once, in scalars; its words' steps from there are the same in every tile.
     key = (seed.to(tl.uint32, bitcast=True).to(tl.uint64) + 1) * SPREAD
-    key = key ^ (key >> 32)
-    key = key + (start + index.to(tl.int64)).to(tl.uint64) * WEYL
+    key = (key ^ (key >> 32)) + begin.to(tl.uint64) * WEYL + word.to(tl.uint64) * WEYL
     low = low ^ key.to(tl.uint32)
     high = high ^ (key >> 32).to(tl.uint32)
     mixed = (low * high) ^ tl.umulhi(low, high)
