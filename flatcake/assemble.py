@@ -172,8 +172,8 @@ def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: Windo
 def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device) -> Copier:
     if device.is_host:
         return HostCopier(geometry, kv)
-    programs = PROGRAMS_PER_SM * device.multiprocessors * config.io.scatter_sm_percent // 100
-    copier = GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    percent, programs = config.io.scatter_sm_percent, PROGRAMS_PER_SM * device.multiprocessors
+    copier = GpuCopier(geometry, kv, device, programs_max=None if percent == 100 else max(1, programs * percent // 100))
     copier.warm(sums=config.io.verify == "full")
     return copier
 

@@ -130,8 +130,6 @@ FILE_NAMES = {
 }
 DEVICE_NAMES = {"torch.cuda", "torch.accelerator", "cupy", "cupyx", "kvikio", "cuda", "pynvml"}
 DEVICE_FACTS = {
-    # A launch is capped to a share of the device's multiprocessors, so it asks how many there are.
-    "kernels.kvtable": ("torch.cuda", "torch.cuda.get_device_properties"),
     # Names the devices that there are.
     "doctor.gpu": ("torch.cuda", "torch.cuda.get_device_properties", "torch.cuda.device_count"),
 }
