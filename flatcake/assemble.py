@@ -20,7 +20,8 @@ from flatcake.geometry import Geometry
 from flatcake.given import expect
 from flatcake.gva import Medium
 from flatcake.index import Index
-from flatcake.io.device import Device, When, open_device
+from flatcake.io.device import Device, When
+from flatcake.io.devices import open_device
 from flatcake.io.manifestdb import MANIFEST, ManifestDB
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO, Parts
@@ -171,8 +172,8 @@ def _shapes(config: StoreConfig, geometry: Geometry, device: Device, size: Windo
 def _copier(config: StoreConfig, geometry: Geometry, kv: PagedKV, device: Device) -> Copier:
     if device.is_host:
         return HostCopier(geometry, kv)
-    programs = PROGRAMS_PER_SM * device.multiprocessors * config.io.scatter_sm_percent // 100
-    copier = GpuCopier(geometry, kv, device, programs_max=max(1, programs))
+    percent, programs = config.io.scatter_sm_percent, PROGRAMS_PER_SM * device.multiprocessors
+    copier = GpuCopier(geometry, kv, device, programs_max=None if percent == 100 else max(1, programs * percent // 100))
     copier.warm(sums=config.io.verify == "full")
     return copier
 

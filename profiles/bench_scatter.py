@@ -79,8 +79,10 @@ class Row:
 class Setup:
     """A window, a pool as large as it for each component, and all that launches over them need."""
 
-    def __init__(self, sizes: Sizes, tuning: Tuning, device: str) -> None:
+    def __init__(self, sizes: Sizes, tuning: Tuning, per_sm: int, device: str) -> None:
         self.sizes = sizes
+        many = torch.cuda.get_device_properties(device).multi_processor_count if per_sm else 0
+        self.programs_max = per_sm * many or None
         pages = sizes.slots * sizes.pages_slot
         spread = 1 if sizes.row_bytes == sizes.page_bytes else 2
         self.window = torch.zeros(sizes.slots * sizes.slot_bytes, dtype=torch.uint8, device=device)
@@ -110,12 +112,13 @@ class Setup:
     def providers(self) -> dict[str, Provider]:
         used = self.sizes.moved_bytes // self.sizes.slots // 2
         flat = self.pool.view(-1)
-        summed: dict[str, Any] = {"sums": self.sums, "seeds": self.seeds}
+        limit: dict[str, Any] = {"programs_max": self.programs_max}
+        summed = {"sums": self.sums, "seeds": self.seeds, **limit}
         return {
             "copy": lambda n: flat[n * used :][:used].copy_(self.slot(n)[:used]),
-            "scatter": lambda n: scatter_pieces(self.slot(n), self.pieces, self.pages[n], self.kv),
+            "scatter": lambda n: scatter_pieces(self.slot(n), self.pieces, self.pages[n], self.kv, **limit),
             "scatter+sum": lambda n: scatter_pieces(self.slot(n), self.pieces, self.pages[n], self.kv, **summed),
-            "gather": lambda n: gather_pieces(self.slot(n), self.pieces, self.pages[n], self.kv),
+            "gather": lambda n: gather_pieces(self.slot(n), self.pieces, self.pages[n], self.kv, **limit),
             "gather+sum": lambda n: gather_pieces(self.slot(n), self.pieces, self.pages[n], self.kv, **summed),
         }
 
@@ -189,13 +192,14 @@ def launch_us(setup: Setup) -> float:
     return statistics.median(spent)
 
 
-def sweep(args: argparse.Namespace) -> Iterator[tuple[str, Tuning]]:
+def sweep(args: argparse.Namespace) -> Iterator[tuple[str, int, Tuning]]:
     for tile_units, warps, per_sm, wide_min in itertools.product(
         args.tile_units, args.warps, args.per_sm, args.wide_min
     ):
         yield (
             f"t{tile_units} w{warps} p{per_sm} m{wide_min}",
-            Tuning(tile_units=tile_units, warps=warps, programs_per_sm=per_sm, wide_units_min=wide_min),
+            per_sm,
+            Tuning(tile_units=tile_units, warps=warps, wide_units_min=wide_min),
         )
 
 
@@ -221,7 +225,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tile-units", type=int, nargs="+", default=[defaults.tile_units])
     parser.add_argument("--warps", type=int, nargs="+", default=[defaults.warps])
-    parser.add_argument("--per-sm", type=int, nargs="+", default=[defaults.programs_per_sm])
+    parser.add_argument("--per-sm", type=int, nargs="+", default=[0], help="programs a multiprocessor; 0: no limit")
     parser.add_argument("--wide-min", type=int, nargs="+", default=[defaults.wide_units_min])
     parser.add_argument("--smoke", action="store_true", help="a few KiB: only show that it runs")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -241,8 +245,8 @@ def main() -> None:
     where = (torch.cuda.get_device_name(args.device) if on_cuda else "cpu", commit())
     rows: list[Row] = []
     launches: list[float] = []
-    for sizes, (label, tuning) in itertools.product(shapes(args), sweep(args)):
-        setup = Setup(sizes, tuning, args.device)
+    for sizes, (label, per_sm, tuning) in itertools.product(shapes(args), sweep(args)):
+        setup = Setup(sizes, tuning, per_sm, args.device)
         rows += measure(setup, args.rounds, on_cuda, label, where)
         launches += [launch_us(setup)] if on_cuda else []
     print(",".join(asdict(rows[0])))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import flatcake
-from flatcake.io.device import load_kvikio
+from flatcake.io.devices import load_kvikio
 from flatcake.units import GiB, MiB
 
 DEVICE = "cuda"

@@ -22,7 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "trace"),
     ("units",),
     # The seam to files and devices, and values that depend on nothing.
-    ("fields", "given", "gva", "geometry", "io.seam", "kernels.walk", "kernels.launch", "sched.counters"),
+    ("fields", "given", "gva", "geometry", "io.seam", "io.driver", "kernels.walk", "kernels.launch", "sched.counters"),
     # Pure rules, and kernels over plain tensors.
     ("config", "keys", "messages", "placement", "layout", "index", "wear"),
     (
@@ -35,8 +35,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "sched.shared",
     ),
     ("io.device", "extents", "io.plan", "kernels.hostcopy", "kernels.copies", "sched.actions", "sched.budget"),
-    ("manifest", "io.tiles", "kernels.scatter", "kernels.gather"),
-    ("scopes", "tenancy", "turnlog", "about", "homes"),
+    ("manifest", "io.tiles", "io.cuda", "kernels.scatter", "kernels.gather"),
+    ("scopes", "tenancy", "turnlog", "about", "homes", "io.devices"),
     ("space",),
     ("ledger", "prefix", "rowcheck", "sched.state"),
     ("reserve", "reopen", "retention", "sched.mas"),
@@ -103,7 +103,7 @@ IMPURE_PACKAGES = {
     *("os", "io", "pathlib", "sqlite3", "socket", "subprocess", "random", "secrets", "logging.handlers"),
 }
 
-FILE_SEAM, DEVICE_SEAM = {"io.seam"}, {"io.seam", "io.device"}
+FILE_SEAM, DEVICE_SEAM = {"io.seam"}, {"io.seam", "io.device", "io.devices", "io.cuda", "io.driver"}
 """The only modules that call files, and devices."""
 OUTSIDE = {
     "cli": "reads the environment",
@@ -130,8 +130,6 @@ FILE_NAMES = {
 }
 DEVICE_NAMES = {"torch.cuda", "torch.accelerator", "cupy", "cupyx", "kvikio", "cuda", "pynvml"}
 DEVICE_FACTS = {
-    # A launch is capped to a share of the device's multiprocessors, so it asks how many there are.
-    "kernels.kvtable": ("torch.cuda", "torch.cuda.get_device_properties"),
     # Names the devices that there are.
     "doctor.gpu": ("torch.cuda", "torch.cuda.get_device_properties", "torch.cuda.device_count"),
 }

@@ -24,7 +24,7 @@ from flatcake.demo.serve import OpenStore, Server
 from flatcake.demo.sessions import SYSTEM_TOKENS, Script
 from flatcake.errors import ConfigError
 from flatcake.gva import Medium
-from flatcake.io.device import open_device
+from flatcake.io.devices import open_device
 from flatcake.io.seam import Files
 from flatcake.units import MiB, align_up
 

@@ -19,7 +19,8 @@ from flatcake.config import CapacityConfig, PlacementConfig, StoreConfig
 from flatcake.doctor.facts import EngineFacts
 from flatcake.gva import Medium
 from flatcake.hits import Match
-from flatcake.io.device import NOW, Device, Event, cuda_is_available
+from flatcake.io.device import NOW, Device, Event
+from flatcake.io.devices import cuda_is_available
 from flatcake.io.engine import Buffer, Done, Result, Transfer
 from flatcake.io.paged import PagedKV
 from flatcake.io.seam import Files

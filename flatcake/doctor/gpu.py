@@ -1,6 +1,6 @@
 """What there is of CUDA: torch's view, the driver, CuPy, kvikio and GPUDirect Storage.
 
-Loads packages through `io.device` and asks; changes nothing on a device.
+Loads packages through `io.devices` and asks; changes nothing on a device.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch
 
 from flatcake.doctor.facts import GpuFacts, Probes
 from flatcake.errors import DeviceError
-from flatcake.io.device import cuda_is_available, load_cupy, load_kvikio
+from flatcake.io.devices import cuda_is_available, load_cupy, load_kvikio
 from flatcake.units import format_bytes
 
 _DRIVER = "/proc/driver/nvidia/version"

@@ -1,17 +1,14 @@
-"""The one place that calls a device: streams, events, copies, pinning.  CUDA by CuPy and torch, or the CPU inline.
+"""What the library asks of a device, streams, events, copies and pinning, and the CPU, which does it inline.
 
-Nothing is imported or created before `open_device`.  A stream is an opaque handle; the CPU's does everything
-at once, so its events are done when they are made.
+A stream is an opaque handle; the CPU's does everything at once, so its events are done when they are made.
+The other device is `io.cuda`; `io.devices` opens the one that a setting names.
 """
 
-import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from flatcake.errors import DeviceError
 from flatcake.io.seam import ByteArray, Files, HostMemory, view_memory
 
 PIN_CHUNK_BYTES = 1 << 30
@@ -53,7 +50,7 @@ class Device(Protocol):
     def use(self, stream: Stream) -> None: ...  # torch and Triton launch on it from now on, in this thread
     def record(self, stream: Stream) -> Event: ...
     def wait(self, stream: Stream, event: Event) -> None: ...  # later work of the stream waits for the event
-    def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None: ...  # addresses, either side
+    def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None: ...  # either side; our streams
     def mirror(self, size_bytes: int, stream: Stream) -> "Mirror": ...  # `use` the stream before
     def pin(self, memory: HostMemory) -> None: ...
     def unpin(self, memory: HostMemory) -> None: ...
@@ -141,139 +138,3 @@ class CpuDevice:
 
     def unpin(self, memory: HostMemory) -> None:
         return None
-
-
-class CudaEvent:
-    """A CuPy event."""
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        return bool(self.event.done)
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-class CudaDevice:
-    """One CUDA device.  Streams are torch's, which do not wait for the NULL stream; events and copies are CuPy's."""
-
-    is_host = False
-
-    def __init__(self, index: int) -> None:
-        cupy = load_cupy()
-        self.name = f"cuda:{index}"
-        self._index = index
-        self._cuda = cupy.cuda
-        self._runtime = cupy.cuda.runtime
-        self._torch = torch.device("cuda", index)
-        self._external: Any = functools.partial(torch.cuda.ExternalStream, device=self._torch)
-        torch.zeros(1, device=self._torch)  # makes the context before any other library looks for one
-        self.enter_thread()
-        self.multiprocessors = int(torch.cuda.get_device_properties(self._torch).multi_processor_count)
-
-    def enter_thread(self) -> None:
-        self._cuda.Device(self._index).use()
-        torch.cuda.set_device(self._torch)
-
-    def window(self, size_bytes: int) -> torch.Tensor:
-        return torch.zeros(size_bytes, dtype=torch.uint8, device=self._torch)
-
-    def new_stream(self) -> Stream:
-        # Torch's own streams are never destroyed: its allocators still name them when a tensor is collected.
-        return torch.cuda.Stream(self._torch)  # type: ignore[no-untyped-call]
-
-    def stream_of(self, stream: object) -> Stream:
-        if stream is None:
-            return torch.cuda.current_stream(self._torch)
-        if isinstance(stream, torch.cuda.Stream):
-            return stream
-        pointer = getattr(stream, "ptr", stream)
-        if not isinstance(pointer, int):
-            raise DeviceError(f"stream {stream!r}: expected a torch or CuPy stream, or its pointer")
-        return self._external(pointer)
-
-    def pointer(self, stream: Stream) -> int | None:
-        return int(stream.cuda_stream)
-
-    def use(self, stream: Stream) -> None:
-        torch.cuda.set_stream(stream)
-
-    def record(self, stream: Stream) -> Event:
-        event = self._cuda.Event(disable_timing=True)
-        self._runtime.eventRecord(event.ptr, stream.cuda_stream)
-        return CudaEvent(event)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        if isinstance(event, CudaEvent):  # Others are reached.
-            self._runtime.streamWaitEvent(stream.cuda_stream, event.event.ptr, 0)
-
-    def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        kind = self._runtime.memcpyDefault
-        self._runtime.memcpyAsync(target, source, size_bytes, kind, stream.cuda_stream)
-
-    def mirror(self, size_bytes: int, stream: Stream) -> Mirror:
-        host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        return Mirror(self, host, torch.empty(size_bytes, dtype=torch.uint8, device=self._torch), stream)
-
-    def pin(self, memory: HostMemory) -> None:
-        with contextlib.ExitStack() as undo:  # All of it or nothing.
-            for start in range(0, memory.array.nbytes, PIN_CHUNK_BYTES):
-                size_bytes = min(PIN_CHUNK_BYTES, memory.array.nbytes - start)
-                self._runtime.hostRegister(memory.address + start, size_bytes, 0)
-                undo.callback(self._runtime.hostUnregister, memory.address + start)
-            undo.pop_all()
-
-    def unpin(self, memory: HostMemory) -> None:
-        for start in range(0, memory.array.nbytes, PIN_CHUNK_BYTES):
-            self._runtime.hostUnregister(memory.address + start)
-
-
-def load_cupy() -> Any:
-    """Import CuPy.
-
-    Raises:
-        DeviceError: It is not installed, or cannot load its libraries.
-    """
-    try:
-        import cupy
-    except (ImportError, RuntimeError, OSError) as error:
-        raise DeviceError(f"CuPy is needed on a GPU ({error}); pip install 'flatcake[cuda13]' or [cuda12]") from error
-    return cupy
-
-
-def load_kvikio() -> Any:
-    """Import kvikio; it raises more than `ImportError` when a library is missing.
-
-    Raises:
-        DeviceError: It is not installed, or cannot load its libraries.
-    """
-    try:
-        import kvikio
-        import kvikio.cufile_driver
-        import kvikio.defaults
-    except (ImportError, RuntimeError, OSError) as error:
-        raise DeviceError(f"kvikio cannot be loaded ({error}); pip install 'flatcake[cuda13]' or [cuda12]") from error
-    return kvikio
-
-
-def cuda_is_available() -> bool:
-    return torch.cuda.is_available()
-
-
-def open_device(name: str, files: Files) -> Device:
-    """Open the device that a setting names: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-        DeviceError: There is no such device, or its packages are missing.
-    """
-    if name == "auto":
-        name = "cuda" if cuda_is_available() else "cpu"
-    if name == "cpu":
-        return CpuDevice(files)
-    index = int(name.partition(":")[2] or 0)
-    if not cuda_is_available() or index >= torch.cuda.device_count():
-        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
-        raise DeviceError(f"device {name}: {seen}; use device cpu, or install a CUDA build of torch")
-    return CudaDevice(index)

@@ -15,7 +15,8 @@ import numpy as np
 
 from flatcake.config import IOConfig
 from flatcake.errors import DeviceError
-from flatcake.io.device import Device, Event, When, load_kvikio
+from flatcake.io.device import Device, Event, When
+from flatcake.io.devices import load_kvikio
 from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer
 from flatcake.io.filepool import FilePool
 from flatcake.io.kvikio import KvikioEngine

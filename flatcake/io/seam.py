@@ -2,7 +2,7 @@
 
 Everything above is handed a `Files`; tests hand in one that fails, stalls or tears on purpose.  Errors are
 the system's own `OSError`s: callers decide whether one is a refusal, a miss or a mistake.
-`io.device` is the same for GPUs.
+`io.device` and `io.cuda` are the same for GPUs.
 """
 
 import contextlib

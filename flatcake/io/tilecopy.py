@@ -107,7 +107,7 @@ class _HostCopy:
 class GpuCopier:
     """Copies with the Triton kernels, on the stream of the plan."""
 
-    def __init__(self, geometry: Geometry, kv: PagedKV, device: Device, *, programs_max: int) -> None:
+    def __init__(self, geometry: Geometry, kv: PagedKV, device: Device, *, programs_max: int | None) -> None:
         offsets = np.zeros((*kv.rows.shape[:2], 1), np.int64)
         for layer in range(geometry.layer_count):
             starts = geometry.component_offsets(layer)

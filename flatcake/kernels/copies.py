@@ -55,8 +55,9 @@ class CopyRuns:
         walk = self._walks.get(last - first)
         if walk is None:
             walk = self._walks[last - first] = kv.walk(last - first, self._programs_max)
+        loop = walk.programs < walk.items
         counts = (
-            walk.items, walk.chunks, kv.components, kv.pages_per_block,
+            walk.items, walk.chunks, kv.components, kv.pages_per_block, *kv.uniform, loop,
             walk.tile_units, kv.unit_bytes, walk.wide, checksum.WEYL, checksum.SPREAD,
         )  # fmt: skip
         assert pieces is not None
@@ -65,7 +66,7 @@ class CopyRuns:
             None if sums is None else sums + first * _SUM_BYTES,
             None if seeds is None else seeds + first * _SUM_BYTES,
         )  # fmt: skip
-        key = sums is None
+        key = sums is None, loop
         if not kv.launches.again(self._kernel, walk.programs, args + counts, key=key, stream=stream):
             given = (kv.words(window), *self._slices(first, last))
             kv.launches.first(self._kernel, walk.programs, given + counts, key=key, warps=kv.tuning.warps)

@@ -29,7 +29,7 @@ UNITS_BYTES = (16, 8, 4)
 class Tuning:
     """How a copy is spread over the device.
 
-    By default all programs of a launch are resident at once on sm_90: at most 56 registers for each of 128 threads.
+    Measured on an H200, see `profiles/NOTES.md`: small programs, many of them, and few instructions for each.
     """
 
     tile_units: int = 1024
@@ -38,16 +38,12 @@ class Tuning:
     """Rows that are multiples of a power of two at least this large need no look-up per unit."""
     warps: int = 4
     """Warps of a program; a power of two."""
-    programs_per_sm: int = 16
-    """Programs for each multiprocessor when the caller names no other bound."""
 
     def __post_init__(self) -> None:
         for name, low in (("tile_units", 32), ("wide_units_min", 32), ("warps", 1)):
             value = getattr(self, name)
             if value < low or value & (value - 1):
                 raise ShapeError(f"Tuning.{name}={value}: expected a power of two, {low} or more")
-        if self.programs_per_sm < 1:
-            raise ShapeError(f"Tuning.programs_per_sm={self.programs_per_sm}: expected 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +53,7 @@ class Walk:
     items: int
     chunks: int
     programs: int
+    """As many as items, unless the caller allows fewer: then each takes several in a loop."""
     tile_units: int
     wide: bool
     """A tile lies within one row, so that its page is looked up once."""
@@ -79,6 +76,8 @@ class KVTable:
     """Units of the largest part."""
     row_units_gcd: int
     """Divides the row size of every component, in units."""
+    uniform: tuple[int, int]
+    """Rows a page and units a row where all components of all layers agree on them, else zeros: then kernels look."""
     tuning: Tuning
     launches: Launches = field(default_factory=Launches, compare=False, repr=False)
     """Kernels compiled for this table: its units, tiles and counts never change."""
@@ -119,6 +118,7 @@ class KVTable:
             pages_per_block=pages_per_block,
             part_units_max=int(part_units.max()),
             row_units_gcd=math.gcd(*rows[..., ROW_SIZE].ravel().tolist()),
+            uniform=_uniform(rows),
             tuning=tuning or Tuning(),
         )
 
@@ -157,7 +157,7 @@ class KVTable:
         return window.view(torch.int32 if self.unit_bytes == 4 else torch.int64)
 
     def walk(self, pieces: int, programs_max: int | None) -> Walk:
-        """Cut `pieces` pieces in work items for one launch of at most `programs_max` programs.
+        """Cut `pieces` pieces in work items for one launch of at most `programs_max` programs; None for no limit.
 
         Raises:
             ShapeError: `programs_max` below 1, or too many items for one launch.
@@ -169,8 +169,7 @@ class KVTable:
         tile = min(tile, row_power) if wide else tile
         chunks = max(1, -(-self.part_units_max // tile))
         items = pieces * self.components * chunks
-        if programs_max is None:
-            programs_max = tuning.programs_per_sm * _multiprocessors(self.rows.device)
+        programs_max = items if programs_max is None else programs_max
         if programs_max < 1 or items >= 1 << 31:
             raise ShapeError(f"{items} work items, programs_max={programs_max}: expected below 2**31, and 1 or more")
         return Walk(items, chunks, min(items, programs_max), tile, wide)
@@ -247,5 +246,6 @@ def _unit_bytes(host: npt.NDArray[np.int64]) -> int:
     raise ShapeError(f"bases, sizes, strides and offsets share only {divisor} bytes: expected multiples of 4")
 
 
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+def _uniform(rows: npt.NDArray[np.int64]) -> tuple[int, int]:
+    kinds = np.unique(rows[..., [ROWS_PER_PAGE, ROW_SIZE]].reshape(-1, 2), axis=0).tolist()
+    return (kinds[0][0], kinds[0][1]) if len(kinds) == 1 else (0, 0)

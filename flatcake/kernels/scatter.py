@@ -10,42 +10,62 @@ from torch import Tensor
 
 from flatcake.kernels.copies import CopyRuns, Tables, walk_pages
 from flatcake.kernels.kvtable import KVTable
-from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, words_of
+from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, units_inside, words_of
+
+
+@triton.jit
+def _scatter_item(
+    item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
+    TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    # Copies one tile of units, and adds its sum to that of its piece.
+    piece, chunk, block, row, part_units, start, window_unit = read_item(
+        item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, UNIT
+    )
+    first = chunk * TILE
+    if first < part_units:
+        unit = tile_units(TILE, UNIT)
+        inside = units_inside(first, unit, part_units, WIDE)
+        source = window_ptr + words_of(window_unit + (first + unit), UNIT)
+        # Measured on an H200: streaming stores, and loads that give their lines up only when sums are made.
+        if sums_ptr is not None:
+            value = tl.load(source, mask=inside, eviction_policy="evict_first")
+        else:
+            value = tl.load(source, mask=inside)
+        place, there = find_units(first, unit, inside, block, row, pages_ptr, PAGES, WIDE)
+        tl.store(memory_of(row, UNIT) + words_of(place, UNIT), value, mask=there, cache_modifier=".cs")
+        if sums_ptr is not None:
+            mixed = mixed_sum(value, inside, first, start, tl.load(seeds_ptr + piece), TILE, UNIT, WEYL, SPREAD)
+            tl.atomic_add(sums_ptr + piece, mixed, sem="relaxed")
 
 
 # Batches differ in size and in where their slices of a table begin; none may start the compiler again.
 @triton.jit(
-    do_not_specialize=["items", "chunks"],
+    do_not_specialize=["items"],
     do_not_specialize_on_alignment=["pieces_ptr", "pages_ptr", "sums_ptr", "seeds_ptr"],
 )
 def _scatter_kernel(
-    window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-    items, chunks, components, pages_per_block,
+    window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr, items,
+    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    ROW_UNITS: tl.constexpr, LOOP: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    # Each program copies every n-th tile of units, and adds the sum of each to that of its piece.
+    # A program for each tile of units; or fewer, of which each takes every n-th.
     item = tl.program_id(0)
-    while item < items:
-        piece, chunk, block, row_ptr, start, window_unit = read_item(
-            item, pieces_ptr, rows_ptr, starts_ptr, components, chunks, UNIT
-        )
-        first = chunk * TILE
-        part_units = (tl.load(row_ptr + 2) * tl.load(row_ptr + 4)).to(tl.int32) * pages_per_block
-        if first < part_units:
-            unit = tile_units(TILE, UNIT)
-            inside = first + unit < part_units
-            source = window_ptr + words_of(window_unit + (first + unit), UNIT)
-            # Measured on an H200: streaming stores, and loads that give their lines up only when sums are made.
-            if sums_ptr is not None:
-                value = tl.load(source, mask=inside, eviction_policy="evict_first")
-            else:
-                value = tl.load(source, mask=inside)
-            place, there = find_units(first, unit, inside, block, row_ptr, pages_ptr, pages_per_block, TILE, WIDE)
-            tl.store(memory_of(row_ptr, UNIT) + words_of(place, UNIT), value, mask=there, cache_modifier=".cs")
-            if sums_ptr is not None:
-                mixed = mixed_sum(value, inside, first, start, tl.load(seeds_ptr + piece), TILE, UNIT, WEYL, SPREAD)
-                tl.atomic_add(sums_ptr + piece, mixed, sem="relaxed")
-        item += tl.num_programs(0)
+    if LOOP:
+        while item < items:
+            _scatter_item(
+                item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+                CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, TILE, UNIT, WIDE, WEYL, SPREAD,
+            )  # fmt: skip
+            item += tl.num_programs(0)
+    else:
+        _scatter_item(
+            item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+            CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, TILE, UNIT, WIDE, WEYL, SPREAD,
+        )  # fmt: skip
 
 
 def scatter_runs(tables: Tables, kv: KVTable, programs_max: int | None) -> CopyRuns:
@@ -78,7 +98,7 @@ def scatter_pieces(
         kv: Where the engine's pages are; they are written, nothing else is.
         sums: int32 [n], zeroed by the caller; each piece's unfinished checksum is added to it.
         seeds: int32 [n], bits of `checksum.piece_seeds`.  Given together with `sums`, or not.
-        programs_max: At most so many programs, to leave multiprocessors to the model; `kv.tuning` says the default.
+        programs_max: At most so many programs, to leave multiprocessors to the model; None for one a tile.
 
     Raises:
         ShapeError: A shape, dtype, stride, alignment or device differs from the above.

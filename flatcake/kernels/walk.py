@@ -10,19 +10,33 @@ import triton.language as tl
 
 
 @triton.jit
-def read_item(item, pieces_ptr, rows_ptr, starts_ptr, components, chunks, UNIT: tl.constexpr):
-    # -> piece, chunk, block, address of the component's row, its first payload word, the part's window offset in units
-    part = item // chunks
-    chunk = item - part * chunks
-    piece = part // components
-    component = part - piece * components
-    offset_bytes = tl.load(pieces_ptr + piece.to(tl.int64) * 3)
-    block = tl.load(pieces_ptr + piece.to(tl.int64) * 3 + 1)
-    layer = tl.load(pieces_ptr + piece.to(tl.int64) * 3 + 2)
-    entry = layer * components + component
+def read_item(
+    item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, ROW_UNITS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    # -> piece, chunk, block, the component's row (see `KVTable.rows`), units of the part, its first payload word, its
+    # window offset in units.  Every number is loaded once, since loads are not merged, and what all rows share is a
+    # constant: a division by one is a shift, any other costs as much as the copy of a unit.
+    part = item // CHUNKS
+    chunk = item - part * CHUNKS
+    piece = part // COMPONENTS
+    component = part - piece * COMPONENTS
+    piece_ptr = pieces_ptr + piece.to(tl.int64) * 3
+    offset_bytes = tl.load(piece_ptr)
+    block = tl.load(piece_ptr + 1)
+    layer = tl.load(piece_ptr + 2)
+    entry = layer * COMPONENTS + component
     row_ptr = rows_ptr + entry * 6
+    if ROW_UNITS:
+        rows_per_page = PAGE_ROWS
+        row_units = ROW_UNITS
+    else:
+        rows_per_page = tl.load(row_ptr + 2).to(tl.int32)
+        row_units = tl.load(row_ptr + 4).to(tl.int32)
+    row = (tl.load(row_ptr), tl.load(row_ptr + 1), rows_per_page, tl.load(row_ptr + 3), row_units)
+    part_units = rows_per_page * row_units * PAGES
     window_unit = offset_bytes // UNIT + tl.load(row_ptr + 5)
-    return piece, chunk, block, row_ptr, tl.load(starts_ptr + entry), window_unit
+    return piece, chunk, block, row, part_units, tl.load(starts_ptr + entry), window_unit
 
 
 @triton.jit
@@ -35,6 +49,15 @@ def tile_units(TILE: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def units_inside(first, unit, part_units, WIDE: tl.constexpr):
+    # Which of a tile's units lie in the part: all of them where tiles divide rows.
+    if WIDE:
+        return tl.full(unit.shape, 1, tl.int1)
+    else:
+        return first + unit < part_units
+
+
+@triton.jit
 def words_of(unit, UNIT: tl.constexpr):
     # Word offsets of units: two 8-byte words for 16 bytes, else one word of the unit's size.
     if UNIT == 16:
@@ -44,35 +67,30 @@ def words_of(unit, UNIT: tl.constexpr):
 
 
 @triton.jit
-def memory_of(row_ptr, UNIT: tl.constexpr):
+def memory_of(row, UNIT: tl.constexpr):
     # The component's base address as a pointer to words, known to be a multiple of the unit.
     if UNIT == 4:
-        return tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.int32)), UNIT)
+        return tl.multiple_of(row[0].to(tl.pointer_type(tl.int32)), UNIT)
     else:
-        return tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.int64)), UNIT)
+        return tl.multiple_of(row[0].to(tl.pointer_type(tl.int64)), UNIT)
 
 
 @triton.jit
-def find_units(first, unit, inside, block, row_ptr, pages_ptr, pages_per_block, TILE: tl.constexpr, WIDE: tl.constexpr):
+def find_units(first, unit, inside, block, row, pages_ptr, PAGES: tl.constexpr, WIDE: tl.constexpr):
     # -> where units first + unit of a part lie, in units from the base; which of them have a page
-    page_stride = tl.load(row_ptr + 1)
-    rows_per_page = tl.load(row_ptr + 2).to(tl.int32)
-    row_stride = tl.load(row_ptr + 3)
-    row_units = tl.load(row_ptr + 4).to(tl.int32)
+    _, page_stride, rows_per_page, row_stride, row_units = row
     if WIDE:
-        row = first // row_units
-        column = first - row * row_units + unit
-        slot = row // rows_per_page
-        page = tl.load(pages_ptr + block * pages_per_block + slot)
-        there = inside & (page >= 0)
+        number = first // row_units
+        column = first - number * row_units + unit
+        slot = number // rows_per_page
+        page = tl.load(pages_ptr + block * PAGES + slot)
     else:
-        number = first + unit
-        row = number // row_units
-        column = number - row * row_units
-        slot = row // rows_per_page
-        page = tl.load(pages_ptr + block * pages_per_block + slot, mask=inside, other=-1)
-        there = inside & (page >= 0)
-    return page * page_stride + (row - slot * rows_per_page).to(tl.int64) * row_stride + column, there
+        number = (first + unit) // row_units
+        column = first + unit - number * row_units
+        slot = number // rows_per_page
+        page = tl.load(pages_ptr + block * PAGES + slot, mask=inside, other=-1)
+    there = inside & (page >= 0)
+    return page * page_stride + (number - slot * rows_per_page).to(tl.int64) * row_stride + column, there
 
 
 @triton.jit
@@ -84,21 +102,19 @@ def mixed_sum(
         low, high = tl.split(value)
         low = low.to(tl.uint32, bitcast=True)
         high = high.to(tl.uint32, bitcast=True)
-        index = first // 2 + tl.arange(0, TILE // 2)
         live, _ = tl.split(inside.to(tl.int32))
-    elif UNIT == 8:
-        low = value.to(tl.uint32)
-        high = (value >> 32).to(tl.uint32)
-        index = first + tl.arange(0, TILE)[:, None]
-        live = inside.to(tl.int32)
+        begin = start + first // 2
+        word = tl.arange(0, TILE // 2)
     else:
         low = value.to(tl.uint32)
         high = (value >> 32).to(tl.uint32)
-        index = (first + tl.arange(0, TILE)[:, None]) * 2 + tl.arange(0, 2)[None, :]
-        live = inside.to(tl.int32) + tl.zeros([TILE, 2], tl.int32)
+        live = inside.to(tl.int32)
+        begin = start + first * (UNIT // 8)
+        word = words_of(tl.arange(0, TILE)[:, None], UNIT)
+        live = live + tl.zeros(word.shape, tl.int32)
+    # The tile's first key is made once, in scalars; its words' steps from there are the same in every tile.
     key = (seed.to(tl.uint32, bitcast=True).to(tl.uint64) + 1) * SPREAD
-    key = key ^ (key >> 32)
-    key = key + (start + index.to(tl.int64)).to(tl.uint64) * WEYL
+    key = (key ^ (key >> 32)) + begin.to(tl.uint64) * WEYL + word.to(tl.uint64) * WEYL
     low = low ^ key.to(tl.uint32)
     high = high ^ (key >> 32).to(tl.uint32)
     mixed = (low * high) ^ tl.umulhi(low, high)

@@ -12,7 +12,8 @@ import torch
 import flatcake
 from flatcake.config import IOConfig
 from flatcake.errors import DeviceError
-from flatcake.io.device import CpuDevice, cuda_is_available
+from flatcake.io.device import CpuDevice
+from flatcake.io.devices import cuda_is_available
 from flatcake.io.probe import choose_engine
 from tests.cases.shim import Shim, error, make_memory, open_case, tokens_of
 from tests.fakes import FakeKvikio

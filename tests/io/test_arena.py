@@ -9,7 +9,8 @@ import torch
 from flatcake.clock import MonotonicClock
 from flatcake.errors import CapacityError
 from flatcake.io.arena import Arena, ArenaEngine
-from flatcake.io.device import PIN_CHUNK_BYTES, CpuDevice, Device, Event, Stream, cuda_is_available, open_device
+from flatcake.io.device import PIN_CHUNK_BYTES, CpuDevice, Device, Event, Stream
+from flatcake.io.devices import cuda_is_available, open_device
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files

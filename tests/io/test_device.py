@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from flatcake.errors import DeviceError
-from flatcake.io import device as seam
-from flatcake.io.device import CpuDevice, Device, cuda_is_available, open_device
+from flatcake.io import devices as seam
+from flatcake.io.device import CpuDevice, Device
+from flatcake.io.devices import cuda_is_available, open_device
 from flatcake.io.seam import Files
 
 SIZE = 1 << 20

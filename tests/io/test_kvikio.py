@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatcake.errors import DeviceError
-from flatcake.io.device import cuda_is_available, load_kvikio
+from flatcake.io.devices import cuda_is_available, load_kvikio
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.seam import Files

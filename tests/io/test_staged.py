@@ -10,7 +10,7 @@ import torch
 
 from flatcake.clock import MonotonicClock
 from flatcake.errors import CapacityError
-from flatcake.io.device import cuda_is_available, open_device
+from flatcake.io.devices import cuda_is_available, open_device
 from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.memory import Fault, MemoryEngine
