@@ -190,14 +190,7 @@ def _tile(
     limits: PlanLimits,
 ) -> TilePlan:
     """Put the ranges, or what is kept of them, in reads and those in tiles, layer by layer."""
-    layers, ranges = starts.shape
-    # Filled in place, column by column: fresh memory costs more here than arithmetic.
-    segments: Int64Array = np.empty((layers, ranges, 4), np.int64)
-    segments[..., 0] = starts
-    segments[..., 1] = np.arange(layers)[:, None]
-    segments[..., 2] = table[:, FIRST_BLOCK]
-    segments[..., 3] = table[:, BLOCKS]
-    segments, starts, ends, opens = segments.reshape(-1, 4), starts.ravel(), ends.ravel(), opens.ravel()
+    segments, starts, ends, opens = _segments(table, starts), starts.ravel(), ends.ravel(), opens.ravel()
     firsts = at = opens.nonzero()[0]
     if kept is not None:
         rows = np.flatnonzero(kept)
@@ -206,7 +199,7 @@ def _tile(
         at = rows[firsts]
     bounds = np.concatenate([firsts, [len(opens)]])
     reads = np.empty((len(firsts), 4), np.int64)
-    reads[:, 0] = table[at % max(1, ranges), MEDIUM]
+    reads[:, 0] = table[at % max(1, len(table)), MEDIUM]
     reads[:, 1] = starts[firsts]
     reads[:, 2] = read_bytes = ends[bounds[1:] - 1] - reads[:, 1]
     slot_offset = read_bytes.cumsum()
@@ -233,6 +226,17 @@ def _tile(
         tile_first_layer=segments[tile_segments[:-1], 1],
         tile_last_layer=segments[tile_segments[1:] - 1, 1],
     )
+
+
+def _segments(table: Int64Array, starts: Int64Array) -> Int64Array:
+    """All ranges of all layers as `TilePlan.segments`, but for their offsets: those are in the medium."""
+    # Filled in place, column by column: fresh memory costs more here than arithmetic.
+    segments: Int64Array = np.empty((*starts.shape, 4), np.int64)
+    segments[..., 0] = starts
+    segments[..., 1] = np.arange(len(starts))[:, None]
+    segments[..., 2] = table[:, FIRST_BLOCK]
+    segments[..., 3] = table[:, BLOCKS]
+    return segments.reshape(-1, 4)
 
 
 def _heads(reads: Int64Array, tile_reads: Int64Array, limits: PlanLimits) -> Int64Array | None:

@@ -6,6 +6,7 @@ were computed in the same pass.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,7 +141,7 @@ class PieceTables:
 
     def __init__(self, device: Device, pieces: int, pages: int, stream: Stream, *, sums: bool) -> None:
         sizes = [24 * pieces, 8 * pages, 4 * pieces * sums, 4 * pieces * sums]
-        self._ends: list[int] = np.cumsum(sizes).tolist()
+        self._ends = list(accumulate(sizes))
         mirror = self._mirror = device.mirror(self._ends[-1], stream)
         sides: tuple[Any, Any] = mirror.host, mirror.tensor
         host, there = ([side[end - size : end] for end, size in zip(self._ends, sizes, strict=True)] for side in sides)
