@@ -4,8 +4,8 @@
 
 Every provider moves the whole window (1 GiB by default, more than any L2) in launches of one slot each, recorded in
 a CUDA graph so that launches cost nothing; providers take turns within a round.  Bytes are counted read and written.
-Lists given for `--tile-units`, `--warps`, `--per-sm` and `--wide-min` are swept.  Rows are printed as CSV; the last
-table holds ratios to the copy.  `--smoke` moves a few KiB, on the CPU through Triton's interpreter.
+Lists given for `--tile-units`, `--steps`, `--warps`, `--per-sm` and `--wide-min` are swept.  Rows are printed as CSV;
+the last table holds ratios to the copy.  `--smoke` moves a few KiB, on the CPU through Triton's interpreter.
 """
 
 import argparse
@@ -193,13 +193,13 @@ def launch_us(setup: Setup) -> float:
 
 
 def sweep(args: argparse.Namespace) -> Iterator[tuple[str, int, Tuning]]:
-    for tile_units, warps, per_sm, wide_min in itertools.product(
-        args.tile_units, args.warps, args.per_sm, args.wide_min
+    for tile_units, steps, warps, per_sm, wide_min in itertools.product(
+        args.tile_units, args.steps, args.warps, args.per_sm, args.wide_min
     ):
         yield (
-            f"t{tile_units} w{warps} p{per_sm} m{wide_min}",
+            f"t{tile_units} s{steps} w{warps} p{per_sm} m{wide_min}",
             per_sm,
-            Tuning(tile_units=tile_units, warps=warps, wide_units_min=wide_min),
+            Tuning(tile_units=tile_units, steps=steps, warps=warps, wide_units_min=wide_min),
         )
 
 
@@ -224,6 +224,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tile-units", type=int, nargs="+", default=[defaults.tile_units])
+    parser.add_argument("--steps", type=int, nargs="+", default=[defaults.steps])
     parser.add_argument("--warps", type=int, nargs="+", default=[defaults.warps])
     parser.add_argument("--per-sm", type=int, nargs="+", default=[0], help="programs a multiprocessor; 0: no limit")
     parser.add_argument("--wide-min", type=int, nargs="+", default=[defaults.wide_units_min])

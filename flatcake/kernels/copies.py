@@ -57,7 +57,7 @@ class CopyRuns:
             walk = self._walks[last - first] = kv.walk(last - first, self._programs_max)
         loop = walk.programs < walk.items
         counts = (
-            walk.items, walk.chunks, kv.components, kv.pages_per_block, *kv.uniform, loop,
+            walk.items, walk.chunks, kv.components, kv.pages_per_block, *kv.uniform, loop, walk.steps,
             walk.tile_units, kv.unit_bytes, walk.wide, checksum.WEYL, checksum.SPREAD,
         )  # fmt: skip
         assert pieces is not None

@@ -32,8 +32,10 @@ class Tuning:
     Measured on an H200, see `profiles/NOTES.md`: small programs, many of them, and few instructions for each.
     """
 
-    tile_units: int = 1024
+    tile_units: int = 256
     """Units that one program moves at a time; a power of two."""
+    steps: int = 4
+    """Tiles that it moves one after another, and sums up as one."""
     wide_units_min: int = 256
     """Rows that are multiples of a power of two at least this large need no look-up per unit."""
     warps: int = 4
@@ -44,6 +46,8 @@ class Tuning:
             value = getattr(self, name)
             if value < low or value & (value - 1):
                 raise ShapeError(f"Tuning.{name}={value}: expected a power of two, {low} or more")
+        if self.steps < 1:
+            raise ShapeError(f"Tuning.steps={self.steps}: expected 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Walk:
     programs: int
     """As many as items, unless the caller allows fewer: then each takes several in a loop."""
     tile_units: int
+    steps: int
+    """Tiles of an item."""
     wide: bool
     """A tile lies within one row, so that its page is looked up once."""
 
@@ -167,12 +173,13 @@ class KVTable:
         row_power = self.row_units_gcd & -self.row_units_gcd
         wide = min(tile, row_power) >= min(tuning.wide_units_min, tile)
         tile = min(tile, row_power) if wide else tile
-        chunks = max(1, -(-self.part_units_max // tile))
+        steps = max(1, min(tuning.steps, -(-self.part_units_max // tile)))
+        chunks = max(1, -(-self.part_units_max // (tile * steps)))
         items = pieces * self.components * chunks
         programs_max = items if programs_max is None else programs_max
         if programs_max < 1 or items >= 1 << 31:
             raise ShapeError(f"{items} work items, programs_max={programs_max}: expected below 2**31, and 1 or more")
-        return Walk(items, chunks, min(items, programs_max), tile, wide)
+        return Walk(items, chunks, min(items, programs_max), tile, steps, wide)
 
     def check_window(self, window: Tensor) -> None:
         """Check the window of a launch.

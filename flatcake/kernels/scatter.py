@@ -10,35 +10,45 @@ from torch import Tensor
 
 from flatcake.kernels.copies import CopyRuns, Tables, walk_pages
 from flatcake.kernels.kvtable import KVTable
-from flatcake.kernels.walk import find_units, memory_of, mixed_sum, read_item, tile_units, units_inside, words_of
+from flatcake.kernels.walk import (
+    add_sum,
+    find_units,
+    memory_of,
+    mixed_words,
+    no_words,
+    read_item,
+    tile_units,
+    units_inside,
+    words_of,
+)
 
 
 @triton.jit
 def _scatter_item(
     item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
     CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    ROW_UNITS: tl.constexpr,
+    ROW_UNITS: tl.constexpr, STEPS: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    # Copies one tile of units, and adds its sum to that of its piece.
+    # Copies a few tiles of units, and adds their sum to that of the piece.
     piece, chunk, block, row, part_units, start, window_unit = read_item(
         item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, UNIT
     )
-    first = chunk * TILE
-    if first < part_units:
+    mixed = no_words(TILE, UNIT)
+    first = chunk * (STEPS * TILE)
+    end = tl.minimum(first + STEPS * TILE, part_units)
+    while first < end:
         unit = tile_units(TILE, UNIT)
         inside = units_inside(first, unit, part_units, WIDE)
-        source = window_ptr + words_of(window_unit + (first + unit), UNIT)
-        # Measured on an H200: streaming stores, and loads that give their lines up only when sums are made.
-        if sums_ptr is not None:
-            value = tl.load(source, mask=inside, eviction_policy="evict_first")
-        else:
-            value = tl.load(source, mask=inside)
+        value = tl.load(window_ptr + words_of(window_unit + (first + unit), UNIT), mask=inside)
         place, there = find_units(first, unit, inside, block, row, pages_ptr, PAGES, WIDE)
-        tl.store(memory_of(row, UNIT) + words_of(place, UNIT), value, mask=there, cache_modifier=".cs")
+        tl.store(memory_of(row, UNIT) + words_of(place, UNIT), value, mask=there)
         if sums_ptr is not None:
-            mixed = mixed_sum(value, inside, first, start, tl.load(seeds_ptr + piece), TILE, UNIT, WEYL, SPREAD)
-            tl.atomic_add(sums_ptr + piece, mixed, sem="relaxed")
+            seed = tl.load(seeds_ptr + piece)
+            mixed += mixed_words(value, inside, first, start, seed, TILE, UNIT, WEYL, SPREAD)
+        first += TILE
+    if sums_ptr is not None:
+        add_sum(sums_ptr, piece, mixed)
 
 
 # Batches differ in size and in where their slices of a table begin; none may start the compiler again.
@@ -49,22 +59,22 @@ def _scatter_item(
 def _scatter_kernel(
     window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr, items,
     CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    ROW_UNITS: tl.constexpr, LOOP: tl.constexpr,
+    ROW_UNITS: tl.constexpr, LOOP: tl.constexpr, STEPS: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    # A program for each tile of units; or fewer, of which each takes every n-th.
+    # A program for each item; or fewer, of which each takes every n-th.
     item = tl.program_id(0)
     if LOOP:
         while item < items:
             _scatter_item(
                 item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-                CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, TILE, UNIT, WIDE, WEYL, SPREAD,
+                CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD,
             )  # fmt: skip
             item += tl.num_programs(0)
     else:
         _scatter_item(
             item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-            CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, TILE, UNIT, WIDE, WEYL, SPREAD,
+            CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD,
         )  # fmt: skip
 
 
@@ -98,7 +108,7 @@ def scatter_pieces(
         kv: Where the engine's pages are; they are written, nothing else is.
         sums: int32 [n], zeroed by the caller; each piece's unfinished checksum is added to it.
         seeds: int32 [n], bits of `checksum.piece_seeds`.  Given together with `sums`, or not.
-        programs_max: At most so many programs, to leave multiprocessors to the model; None for one a tile.
+        programs_max: At most so many programs, to leave multiprocessors to the model; None for one an item.
 
     Raises:
         ShapeError: A shape, dtype, stride, alignment or device differs from the above.

@@ -1,8 +1,9 @@
 """Device side of a walk over pieces: what the scatter and the gather kernel share.
 
-A work item is one tile of one part of one piece.  The part is contiguous in the window, so a tile is a range of its
-units; each unit is looked up in the engine's memory.  Sizes and offsets are in units, and a 16-byte unit is two words
-inside the kernel: this keeps accesses 16 bytes wide whatever the sizes are.  Offsets are 64-bit.
+A work item is a few tiles, one after another, of one part of one piece.  The part is contiguous in the window, so a
+tile is a range of its units; each unit is looked up in the engine's memory.  Sizes and offsets are in units, and a
+16-byte unit is two words inside the kernel: this keeps accesses 16 bytes wide whatever the sizes are.  Offsets are
+64-bit.
 """
 
 import triton
@@ -94,10 +95,19 @@ def find_units(first, unit, inside, block, row, pages_ptr, PAGES: tl.constexpr, 
 
 
 @triton.jit
-def mixed_sum(
+def no_words(TILE: tl.constexpr, UNIT: tl.constexpr):
+    # Zeros, one for each 64-bit word of a tile.
+    if UNIT == 4:
+        return tl.zeros([TILE // 2], tl.uint32)
+    else:
+        return tl.zeros([TILE, UNIT // 8], tl.uint32)
+
+
+@triton.jit
+def mixed_words(
     value, inside, first, start, seed, TILE: tl.constexpr, UNIT: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr
 ):
-    # Sum of the tile's mixed 64-bit words: `checksum.sum_bytes` for units first .. first + TILE of a part.
+    # A tile's mixed 64-bit words, whose sum is `checksum.sum_bytes` for units first .. first + TILE of a part.
     if UNIT == 4:
         low, high = tl.split(value)
         low = low.to(tl.uint32, bitcast=True)
@@ -117,6 +127,11 @@ def mixed_sum(
     key = (key ^ (key >> 32)) + begin.to(tl.uint64) * WEYL + word.to(tl.uint64) * WEYL
     low = low ^ key.to(tl.uint32)
     high = high ^ (key >> 32).to(tl.uint32)
-    mixed = (low * high) ^ tl.umulhi(low, high)
-    mixed = tl.where(live != 0, mixed, 0)
-    return tl.sum(tl.ravel(mixed), 0).to(tl.int32, bitcast=True)
+    return tl.where(live != 0, (low * high) ^ tl.umulhi(low, high), 0)
+
+
+@triton.jit
+def add_sum(sums_ptr, piece, mixed):
+    # Add mixed words to the sum of a piece: once an item, since sums of neighbours share a line of the cache.
+    total = tl.sum(tl.ravel(mixed), 0).to(tl.int32, bitcast=True)
+    tl.atomic_add(sums_ptr + piece, total, sem="relaxed")

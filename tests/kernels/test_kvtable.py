@@ -92,7 +92,8 @@ def test_walk_covers_every_unit_within_its_limits() -> None:
         table = KVTable.from_bytes(rows, 2, "cpu", tuning)
         for pieces in (1, 7):
             walk = table.walk(pieces, 5)
-            assert walk.chunks * walk.tile_units >= table.part_units_max > (walk.chunks - 1) * walk.tile_units
+            item_units = walk.tile_units * walk.steps
+            assert walk.chunks * item_units >= table.part_units_max > (walk.chunks - 1) * item_units
             assert walk.items == pieces * table.components * walk.chunks
             assert 1 <= walk.programs <= min(5, walk.items) and walk.tile_units <= tuning.tile_units
             if walk.wide:
@@ -102,7 +103,9 @@ def test_walk_covers_every_unit_within_its_limits() -> None:
         table.walk(1, 0)
 
 
-@pytest.mark.parametrize("given", [{"tile_units": 100}, {"tile_units": 16}, {"wide_units_min": 3}, {"warps": 0}])
+@pytest.mark.parametrize(
+    "given", [{"tile_units": 100}, {"tile_units": 16}, {"wide_units_min": 3}, {"warps": 0}, {"steps": 0}]
+)
 def test_tuning_is_checked(given: dict[str, int]) -> None:
     with pytest.raises(ShapeError, match=f"Tuning.{next(iter(given))}="):
         Tuning(**given)

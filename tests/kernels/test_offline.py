@@ -17,8 +17,8 @@ from flatcake.kernels import checksum, gather, scatter
 def accesses(kernel, unit, wide, summed):
     names = kernel.arg_names
     rows = {"PAGE_ROWS": 1, "ROW_UNITS": 4096} if wide else {"PAGE_ROWS": 0, "ROW_UNITS": 0}
-    fixed = {"CHUNKS": 8, "COMPONENTS": 2, "PAGES": 4, "LOOP": not wide, "TILE": 512, "UNIT": unit, "WIDE": wide}
-    fixed |= rows | {"WEYL": checksum.WEYL, "SPREAD": checksum.SPREAD}
+    fixed = {"CHUNKS": 8, "COMPONENTS": 2, "PAGES": 4, "LOOP": not wide, "STEPS": 2, **rows}
+    fixed |= {"TILE": 512, "UNIT": unit, "WIDE": wide} | {"WEYL": checksum.WEYL, "SPREAD": checksum.SPREAD}
     fixed |= {} if summed else {"sums_ptr": None, "seeds_ptr": None}
     types = {"window_ptr": "*i32" if unit == 4 else "*i64", "sums_ptr": "*i32", "seeds_ptr": "*i32"}
     kinds = {name: types.get(name, "*i64" if name.endswith("_ptr") else "i32") for name in names}
