@@ -35,6 +35,8 @@ def _gather_item(
         item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, UNIT
     )
     mixed = no_words(TILE, UNIT)
+    if sums_ptr is not None:
+        seed = tl.load(seeds_ptr + piece)
     first = chunk * (STEPS * TILE)
     end = tl.minimum(first + STEPS * TILE, part_units)
     while first < end:
@@ -46,7 +48,6 @@ def _gather_item(
         tl.store(target_ptr, value, mask=there)
         if sums_ptr is not None:
             value = tl.where(there, value, tl.load(target_ptr, mask=inside & ~there, other=0))
-            seed = tl.load(seeds_ptr + piece)
             mixed += mixed_words(value, inside, first, start, seed, TILE, UNIT, WEYL, SPREAD)
         first += TILE
     if sums_ptr is not None:

@@ -35,6 +35,8 @@ def _scatter_item(
         item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, UNIT
     )
     mixed = no_words(TILE, UNIT)
+    if sums_ptr is not None:
+        seed = tl.load(seeds_ptr + piece)
     first = chunk * (STEPS * TILE)
     end = tl.minimum(first + STEPS * TILE, part_units)
     while first < end:
@@ -44,7 +46,6 @@ def _scatter_item(
         place, there = find_units(first, unit, inside, block, row, pages_ptr, PAGES, WIDE)
         tl.store(memory_of(row, UNIT) + words_of(place, UNIT), value, mask=there)
         if sums_ptr is not None:
-            seed = tl.load(seeds_ptr + piece)
             mixed += mixed_words(value, inside, first, start, seed, TILE, UNIT, WEYL, SPREAD)
         first += TILE
     if sums_ptr is not None:
