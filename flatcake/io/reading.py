@@ -144,7 +144,7 @@ class Reading:
         """A tile is through; `event` also covers a read from DRAM that was not scattered."""
         self._in_flight -= 1
         self._last = event
-        self._parts.window.give_back(slot, event)
+        self._parts.window.give_back(slot, event, self)
         self._advance()
 
     def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event | None:

@@ -41,9 +41,12 @@ class Ring(Generic[Work]):
         self._run()
 
     def give_back(self, buffer: Buffer, after: Point = NOW) -> None:
-        """Return a buffer that is unused once `after` has been reached, and start what waits."""
+        """Return a buffer that is unused once `after` has been reached, and start what waits.
+
+        Points are expected to be reached in the order of these calls: one is asked for after those before it.
+        """
         with self._lock:
-            self._shelf.put(buffer, after)
+            self._shelf.put(buffer, after, line=None)
         self._run()
 
     def drop(self) -> list[Work]:

@@ -1,10 +1,11 @@
 """Buffers that are free, and buffers on their way back: those that the device still touches.
 
-Nobody is told when the device is through with one; whoever wants a buffer looks.  Not safe for several threads.
+Nobody is told when the device is through with one; whoever wants a buffer looks.  Points of one line are reached in
+the order in which they were put, so only the first of each line is asked for.  Not safe for several threads.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from flatcake.io.device import Point
 from flatcake.io.engine import Buffer
@@ -15,7 +16,8 @@ class Shelf:
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self.free = deque(buffers)
-        self.coming: list[tuple[Point, Buffer]] = []
+        self.coming: dict[Hashable, deque[tuple[Point, Buffer]]] = {}
+        """By line; never an empty one."""
         self._count = len(self.free)
 
     @property
@@ -23,23 +25,22 @@ class Shelf:
         """Whether all buffers were free when somebody last looked."""
         return len(self.free) == self._count
 
-    def put(self, buffer: Buffer, after: Point) -> None:
-        """Take a buffer back that is unused once `after` has been reached."""
+    def put(self, buffer: Buffer, after: Point, line: Hashable) -> None:
+        """Take a buffer back that is unused once `after` has been reached, which is a point of `line`."""
         if after.done():
             self.free.append(buffer)
         else:
-            self.coming.append((after, buffer))
-        assert len(self.free) + len(self.coming) <= self._count
+            self.coming.setdefault(line, deque()).append((after, buffer))
+        assert len(self.free) + sum(map(len, self.coming.values())) <= self._count
 
     def collect(self) -> None:
         """Free the buffers whose points have been reached."""
-        coming, self.coming = self.coming, []
-        for after, buffer in coming:
-            if after.done():
-                self.free.append(buffer)
-            else:
-                self.coming.append((after, buffer))
+        for line, queue in list(self.coming.items()):
+            while queue and queue[0][0].done():
+                self.free.append(queue.popleft()[1])
+            if not queue:
+                del self.coming[line]
 
     def has_news(self) -> bool:
         """Whether a buffer can be collected, or none is coming."""
-        return not self.coming or any(after.done() for after, _ in self.coming)
+        return not self.coming or any(queue[0][0].done() for queue in self.coming.values())

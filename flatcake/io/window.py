@@ -3,7 +3,7 @@
 Its size never depends on a request.  Belongs to the pump's thread.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from flatcake.io.device import NOW, Device, Point, When
 from flatcake.io.engine import Buffer
@@ -50,9 +50,12 @@ class Window:
         """Wait no longer; one that does not wait is no error."""
         self._waiting.pop(retry, None)
 
-    def give_back(self, slot: Buffer, after: Point = NOW) -> None:
-        """Return a slot that is unused once `after` has been reached, and wake those who wait while there is one."""
-        self._shelf.put(slot, after)
+    def give_back(self, slot: Buffer, after: Point = NOW, line: Hashable = None) -> None:
+        """Return a slot that is unused once `after` has been reached, and wake those who wait while there is one.
+
+        Points of one `line` must be reached in the order of these calls.
+        """
+        self._shelf.put(slot, after, line)
         if self._waiting:
             self._serve()
 

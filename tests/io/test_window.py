@@ -81,8 +81,8 @@ def test_a_slot_that_one_who_waited_does_not_want_goes_to_the_next(window: Windo
 
 def test_a_slot_is_free_when_its_point_is_reached_and_not_before(window: Window, watch: Watch) -> None:
     events, slots = [FakeEvent() for _ in range(3)], take_all(window)
-    for event, slot in zip(events, slots, strict=True):
-        window.give_back(slot, event)
+    for line, (event, slot) in enumerate(zip(events, slots, strict=True)):
+        window.give_back(slot, event, line)
     assert window.take() is None and not watch.points
     events[1].reach()
     assert window.take() is slots[1] and window.take() is None
@@ -91,14 +91,34 @@ def test_a_slot_is_free_when_its_point_is_reached_and_not_before(window: Window,
     assert window.free_slots == 1 and window.take() is slots[0]
 
 
+def test_only_the_first_point_of_a_line_is_asked_for(window: Window) -> None:
+    class Asked(FakeEvent):
+        times = 0
+
+        def done(self) -> bool:
+            self.times += 1
+            return super().done()
+
+    events = [Asked() for _ in range(3)]
+    for event, slot, line in zip(events, take_all(window), ("one", "one", "other"), strict=True):
+        window.give_back(slot, event, line)
+    before = [event.times for event in events]
+    window.collect()
+    assert [event.times for event in events] == [before[0] + 1, before[1], before[2] + 1] and not window.free_slots
+    events[1].reach()
+    events[0].reach()
+    window.collect()
+    assert window.free_slots == 2
+
+
 def test_slots_on_their_way_are_watched_while_somebody_waits(window: Window, watch: Watch) -> None:
     events, slots = [FakeEvent() for _ in range(3)], take_all(window)
-    window.give_back(slots[0], events[0])
+    window.give_back(slots[0], events[0], 0)
     got: list[Buffer | None] = []
     for name in "ab":
         window.wait(lambda name=name: got.append(window.take()))
     for number in (1, 2):
-        window.give_back(slots[number], events[number])
+        window.give_back(slots[number], events[number], number)
     assert len(watch.points) == 1, "one watch serves all"
     watch.look()
     assert not got
