@@ -36,8 +36,10 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "251 turns": lambda: turns_case(fast, rounds),
         "matmul, all multiprocessors": lambda: matmul_case(fast, rounds, 100),
         "matmul, 12 percent of them": lambda: matmul_case(fast, rounds, 12),
-        "save": lambda: save_case(fast, rounds, dram=False),
-        "save dram": lambda: save_case(fast, rounds, dram=True),
+        "save 32k": lambda: save_case(fast, rounds, 32_768),
+        "save 32k dram": lambda: save_case(fast, rounds, 32_768, dram=True),
+        "save 8k dram": lambda: save_case(fast, rounds, 8_192, dram=True),
+        "save 8k disk": lambda: save_case(args.disk, rounds, 8_192),
     }
 
 

@@ -6,12 +6,13 @@ The store: 6 sessions of 4 turns of 512 tokens, saved turn by turn in turn; 32 l
 of 256 tokens; page tables shuffled.  Before each restore the floor reads as many bytes, in order, with O_DIRECT into
 huge pages, from a file of its own as large as the store.  The figure is the median of floor time over restore time.
 
-`fresh` is that store; `aged` is a small pool after writing three times its capacity, sessions interleaved block by
-block; `turns` is one session of 32 turns of one block, in lanes and in the paper's segments.  `--verify full` turns
-checksums on.
+`fresh` is that store, or one of longer sessions with `--fresh-tokens`; `aged` is a small pool after writing three times
+its capacity, sessions interleaved block by block; `turns` is one session of 32 turns of one block, in lanes and in the
+paper's segments.  `--verify full` turns checksums on.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -272,13 +273,15 @@ def main() -> int:
     parser.add_argument("--directory", default=os.environ.get("TMPDIR", "/var/tmp"), help="where the pool is made")
     parser.add_argument("--pages", type=int, nargs="+", default=[256, 16], help="page sizes in tokens")
     parser.add_argument("--rounds", type=int, default=3, help="restores of each session")
+    parser.add_argument("--fresh-tokens", type=int, nargs="+", default=[2_048], help="sessions of `fresh`, in tokens")
     parser.add_argument("--verify", choices=("off", "full"), default="off", help="checksums")
     args = parser.parse_args()
     base = {"layers": 2, "heads": 1, "dim": 16, "sessions": 3} if args.smoke else {}
     cases: dict[str, dict[str, float]] = {}
-    for page in args.pages:
-        shape = Shape(page_tokens=page, **base)
-        cases[f"fresh lanes page={page}"] = run_fresh(args.directory, shape, args.rounds, "lanes", args.verify)
+    for tokens, page in itertools.product(args.fresh_tokens, args.pages):
+        shape = Shape(page_tokens=page, turn_tokens=tokens // 4, **base)
+        name = f"fresh lanes page={page}" + (f" tokens={tokens}" if tokens != Shape().session_tokens else "")
+        cases[name] = run_fresh(args.directory, shape, args.rounds, "lanes", args.verify)
     shape = Shape(page_tokens=args.pages[0], **base)
     for layout in ("lanes", "segments"):
         cases[f"turns {layout}"] = run_turns(args.directory, shape, args.rounds, layout, args.verify)

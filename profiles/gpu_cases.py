@@ -24,7 +24,7 @@ from gpu_store import (
 )
 
 import flatcake
-from flatcake.units import GiB, MiB
+from flatcake.units import DIRECT_BYTES, GiB, MiB, align_up
 
 
 def spin_case(root: str, rounds: int) -> dict[str, float]:
@@ -53,12 +53,19 @@ def spin_case(root: str, rounds: int) -> dict[str, float]:
             before, started = counted[0], time.perf_counter()
             restore_once(store, match, len(pages), spun)
             losses.append(1 - (counted[0] - before) / (time.perf_counter() - started) / free_rate)
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(usual_s / 10)
+        eager = defaultdict[str, list[float]](list)
+        for _ in range(rounds):
+            restore_once(store, match, len(pages), eager)
+        sys.setswitchinterval(usual_s)
         stop.set()
         thread.join()
     return {
         "spinner_loses": statistics.median(losses),
         "restore_alone_ms": alone_s * 1e3,
         "restore_beside_spinner_ms": statistics.median(spun["restore"]) * 1e3,
+        "restore_beside_spinner_switching_faster_ms": statistics.median(eager["restore"]) * 1e3,
     }
 
 
@@ -126,7 +133,10 @@ def restore_case(
 
 
 def turns_case(root: str, rounds: int) -> dict[str, float]:
-    """A session of 251 turns of 871 tokens: lanes against a segment for each turn."""
+    """A session of 251 turns of 871 tokens: lanes against a segment for each turn, and against kvikio's bare reads.
+
+    The store packs many small reads in one copy to the GPU; bare, each of them is read straight to the GPU.
+    """
     turns, turn_tokens = 251, 871
     tokens = turns * turn_tokens // MLA.block_tokens * MLA.block_tokens
     figures: dict[str, float] = {}
@@ -143,6 +153,12 @@ def turns_case(root: str, rounds: int) -> dict[str, float]:
             figures[f"{kind}_gb_s"] = match.size_bytes / statistics.median(took["restore"][1:]) / 1e9
             figures[f"{kind}_reads"] = took["reads"][-1]
     figures["lanes_to_segments"] = figures["lanes_gb_s"] / figures["segments_gb_s"]
+    part_bytes = align_up(turn_tokens * MLA.token_bytes, DIRECT_BYTES)
+    bare = LargeRead(root, part_bytes * turns * MLA.layers)
+    took_s = statistics.median([bare.each_seconds(part_bytes) for _ in range(rounds + 1)][1:])
+    bare.close()
+    figures["bare_read_a_segment_gb_s"] = bare.size_bytes / took_s / 1e9
+    figures["lanes_to_bare_reads"] = figures["lanes_gb_s"] / figures["bare_read_a_segment_gb_s"]
     return figures
 
 
@@ -187,9 +203,9 @@ def matmul_case(root: str, rounds: int, percent: int) -> dict[str, float]:
     }
 
 
-def save_case(root: str, rounds: int, *, dram: bool) -> dict[str, float]:
-    """Saves of 32 K tokens, against a pinned copy from the device, and for files against a bare write of a file."""
-    tokens, rounds = 32_768, min(rounds, 4)
+def save_case(root: str, rounds: int, tokens: int, *, dram: bool = False) -> dict[str, float]:
+    """Saves, against a pinned copy from the device, and for files against a bare write of a file."""
+    rounds = min(rounds, 4)
     with opened(root, GQA, tokens * (rounds + 1), dram) as (store, _):
         pages, bare = torch.randperm(tokens // GQA.page_tokens).numpy(), BareWrite(root, GiB)
         took: dict[str, list[float]] = defaultdict(list)
