@@ -111,6 +111,13 @@ MUTATIONS = (
         f"{_ATTACK}/test_streams.py::test_pages_are_read_after_their_producer_and_written_after_their_reader",
     ),
     mutation(
+        "a scatter does not wait for the copies to its slot",
+        "io/reading.py",
+        "self._parts.device.wait(self._stream, point)\n",
+        "pass\n",
+        f"{_ATTACK}/test_streams.py::test_a_scatter_waits_for_its_own_tile_and_for_none_that_was_asked_for_later",
+    ),
+    mutation(
         "a slot is used again before its scatter",
         "io/shelf.py",
         "        if after.done():\n            self.free.append(buffer)\n        else:\n"

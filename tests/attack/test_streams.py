@@ -8,7 +8,7 @@ import pytest
 
 from flatcake.gva import Medium
 from flatcake.io.device import CpuDevice, DoneEvent, Event, Stream
-from flatcake.io.engine import Buffer
+from flatcake.io.engine import Buffer, Done, Engine, Transfer
 from flatcake.io.seam import Files
 from flatcake.store import Store
 from tests.stores import (
@@ -115,6 +115,40 @@ def test_pages_are_read_after_their_producer_and_written_after_their_reader(medi
         log.clear()
         assert handle.wait_layer(2, "compute")
         assert log == [("wait", "compute", scatters[0][1])]
+        check(store)
+
+
+class Telling:
+    """An engine whose n-th read is in its buffer at a point of its own, on a stream `read n`."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner, self._reads = inner, 0
+
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
+        mark = Mark(f"read {self._reads}", True)
+        self._reads += 1
+        self._inner.read(batch, buffer, lambda results, _: done(results, mark))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@MEDIA
+def test_a_scatter_waits_for_its_own_tile_and_for_none_that_was_asked_for_later(medium: Medium) -> None:
+    memory = Memory(simple_layout())
+    with make_store(memory) as store:
+        tokens = make_tokens("a", 6)
+        save(store, memory, "s", tokens, TURNS[medium])
+        _, log = watched(store)
+        parts = store.plane.parts
+        io = parts.media[medium]
+        parts.media = {**parts.media, medium: io._replace(engine=Telling(io.engine))}  # type: ignore[arg-type]
+        assert restore(store, memory, tokens).blocks == 6
+        parts.media = {**parts.media, medium: io}
+        steps = [entry for entry in log if entry[0] == "scatter" or "read" in str(entry[2])]
+        tiles = len(steps) // 2
+        assert tiles > 1 and [entry[0] for entry in steps] == ["wait", "scatter"] * tiles
+        assert sorted(entry[2] for entry in steps[::2]) == sorted(f"read {number}" for number in range(tiles))
         check(store)
 
 

@@ -1,5 +1,7 @@
 """The device seam: the CPU, whose work is done at once; a GPU where there is one; clear errors where there is none."""
 
+import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -80,6 +82,35 @@ def test_mirror_goes_up_and_comes_back_in_part(device: Device) -> None:
     device.record(stream).wait()
     assert (mirror.host[3:9] == before[3:9] + 1).all()
     assert (mirror.host[:3] == before[:3]).all() and (mirror.host[9:] == before[9:]).all()
+
+
+@pytest.mark.gpu
+def test_what_every_tile_needs_keeps_the_interpreter() -> None:
+    if not cuda_is_available():
+        pytest.skip("there is no CUDA device")
+    device, counted, stop, usual_s = open_device("cuda", Files()), [0], threading.Event(), sys.getswitchinterval()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+
+    first, second = device.new_stream(), device.new_stream()
+    a, b = device.window(SIZE), device.window(SIZE)
+    thread = threading.Thread(target=count)
+    thread.start()
+    sys.setswitchinterval(10)  # From here on the other thread runs only if a call lets it.
+    before = counted[0]
+    for _ in range(20):
+        device.copy(a.data_ptr(), b.data_ptr(), SIZE, first)
+        event = device.record(first)
+        device.wait(second, event)
+        event.done()
+    after = counted[0]
+    sys.setswitchinterval(usual_s)
+    stop.set()
+    thread.join()
+    device.record(second).wait()
+    assert before == after, "a call let the interpreter go"
 
 
 def test_default_stream_of_a_caller(device: Device) -> None:
