@@ -45,6 +45,7 @@ class Arena:
                 f"DRAM arena of {size_bytes} bytes ({format_bytes(size_bytes)}): {error}; lower dram_bytes_max"
             ) from error
         self._device = device
+        self.address = self._memory.address
         self.size_bytes = size_bytes
         self.pages = self._memory.pages
         self.pinned = not device.is_host and self._pin()
@@ -53,10 +54,6 @@ class Arena:
     def array(self) -> ByteArray:
         """The memory as bytes."""
         return self._memory.array
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
 
     def close(self) -> None:
         """Unpin the memory; a second call does nothing.  No copy may be under way."""

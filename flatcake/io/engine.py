@@ -6,7 +6,7 @@ its buffer belongs to the engine.  Faults are results, never exceptions.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,10 +43,13 @@ class Buffer:
     """uint8 [bytes], contiguous, on the device."""
     host: ByteArray | None
     """The same bytes as a numpy array where they are host memory, else None."""
+    address: int = field(init=False)
+    size_bytes: int = field(init=False)
 
-    @property
-    def address(self) -> int:
-        return int(self.tensor.data_ptr())
+    def __post_init__(self) -> None:
+        """Kept, since to ask a tensor costs as much as a copy."""
+        object.__setattr__(self, "address", int(self.tensor.data_ptr()))
+        object.__setattr__(self, "size_bytes", self.tensor.numel())
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Buffer":
@@ -93,8 +96,8 @@ def refuse(batch: Sequence[Transfer], error: int, done: Done) -> None:
 
 def check_batch(batch: Sequence[Transfer], buffer: Buffer, files: int) -> None:
     """Assert that all transfers lie in the buffer and name one of `files` files."""
-    size_bytes = buffer.tensor.numel()
     for transfer in batch:
-        assert 0 <= transfer.file < files, (transfer, files)
-        assert transfer.offset_bytes >= 0 and transfer.size_bytes >= 0, transfer
-        assert 0 <= transfer.buffer_offset <= size_bytes - transfer.size_bytes, (transfer, size_bytes)
+        file, offset_bytes, size_bytes, buffer_offset = transfer
+        assert 0 <= file < files, (transfer, files)
+        assert offset_bytes >= 0 and size_bytes >= 0, transfer
+        assert 0 <= buffer_offset <= buffer.size_bytes - size_bytes, (transfer, buffer.size_bytes)

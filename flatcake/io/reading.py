@@ -153,7 +153,7 @@ class Reading:
         with restore.lock:
             if restore.dropped:
                 return None
-            with span("restore.scatter", size_bytes=slot.tensor.shape[0]):
+            with span("restore.scatter", size_bytes=slot.size_bytes):
                 self._copy.scatter(tile, slot, bad)
             event = restore.last_event = self._parts.device.record(self._stream)
             complete = []

@@ -90,7 +90,7 @@ class Ring(Generic[Work]):
                 self._shelf.collect()
             if self._shelf.free:
                 self._is_starting = True
-                return self._queue.popleft(), self._shelf.free.pop()
+                return self._queue.popleft(), self._shelf.take(warmest=True)
             if self._is_watched or not self._shelf.coming:
                 return None
             self._is_watched = True

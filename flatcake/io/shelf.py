@@ -18,20 +18,26 @@ class Shelf:
         self.free = deque(buffers)
         self.coming: dict[Hashable, deque[tuple[Point, Buffer]]] = {}
         """By line; never an empty one."""
-        self._count = len(self.free)
+        self._taken = 0
 
     @property
     def is_whole(self) -> bool:
         """Whether all buffers were free when somebody last looked."""
-        return len(self.free) == self._count
+        return not self._taken and not self.coming
+
+    def take(self, *, warmest: bool = False) -> Buffer:
+        """The free buffer that was used last, or the one that has been free longest; there must be one."""
+        self._taken += 1
+        return self.free.pop() if warmest else self.free.popleft()
 
     def put(self, buffer: Buffer, after: Point, line: Hashable) -> None:
         """Take a buffer back that is unused once `after` has been reached, which is a point of `line`."""
+        assert self._taken, "a buffer comes back twice"
+        self._taken -= 1
         if after.done():
             self.free.append(buffer)
         else:
             self.coming.setdefault(line, deque()).append((after, buffer))
-        assert len(self.free) + sum(map(len, self.coming.values())) <= self._count
 
     def collect(self) -> None:
         """Free the buffers whose points have been reached."""

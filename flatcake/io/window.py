@@ -39,7 +39,7 @@ class Window:
         """A free slot, or None: then `wait` and try again."""
         if not self._shelf.free:
             self.collect()
-        return self._shelf.free.popleft() if self._shelf.free else None
+        return self._shelf.take() if self._shelf.free else None
 
     def wait(self, retry: Callable[[], None]) -> None:
         """Call `retry` once when a slot has become free; one that waits already keeps its place."""

@@ -102,7 +102,7 @@ class Writing:
         self._next_tile += 1
         self._in_flight += 1
         try:
-            with span("save.gather", size_bytes=len(slot.tensor)):
+            with span("save.gather", size_bytes=slot.size_bytes):
                 self._copy.gather(tile, slot)
         except BaseException:
             self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.
