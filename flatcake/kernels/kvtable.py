@@ -34,7 +34,7 @@ class Tuning:
 
     tile_units: int = 256
     """Units that one program moves at a time; a power of two."""
-    steps: int = 4
+    steps: int = 3
     """Tiles that it moves one after another, and sums up as one."""
     wide_units_min: int = 256
     """Rows that are multiples of a power of two at least this large need no look-up per unit."""
