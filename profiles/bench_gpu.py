@@ -31,6 +31,7 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "gqa 32k pinned ring": lambda: restore_case(fast, GQA, 32_768, rounds, engine="posix"),
         "gqa 32k disk": lambda: restore_case(args.disk, GQA, 32_768, 3),
         "4 at once": lambda: concurrent_case(fast, 4, rounds),
+        "8 at once": lambda: concurrent_case(fast, 8, rounds),
         "16 at once": lambda: concurrent_case(fast, 16, rounds),
         "spinning thread": lambda: spin_case(fast, rounds),
         "251 turns": lambda: turns_case(fast, rounds),

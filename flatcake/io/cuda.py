@@ -90,9 +90,10 @@ class CudaDevice:
             event = CudaEvent(self._driver, self._runtime, self._driver.create())
             self._driver.record(event.handle, pointer)
         else:
-            handle = self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming)
-            event = CudaEvent(self._driver, self._runtime, handle)
-            self._runtime.eventRecord(handle, pointer)
+            with self._cuda.Device(self._index):  # The caller's thread may have another one current.
+                handle = self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming)
+                event = CudaEvent(self._driver, self._runtime, handle)
+                self._runtime.eventRecord(handle, pointer)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
