@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from common import append_rows, device_name
 from gpu_cases import concurrent_case, matmul_case, restore_case, save_case, spin_case, turns_case
-from gpu_store import DEVICE, GQA, MLA
+from gpu_store import DEVICE, GQA, MLA, WIDE_MLA
 
 
 def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]:
@@ -26,7 +26,8 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "gqa 32k": lambda: restore_case(fast, GQA, 32_768, rounds),
         "gqa 32k unverified": lambda: restore_case(fast, GQA, 32_768, rounds, verify="off"),
         "gqa 2k": lambda: restore_case(fast, GQA, 2_048, rounds * 3),
-        "mla-fp8 219k": lambda: restore_case(fast, MLA, 218_880, rounds),
+        "mla 7.5 KiB a token, 219k": lambda: restore_case(fast, MLA, 218_880, rounds),
+        "mla 27.5 KiB a token, 219k": lambda: restore_case(fast, WIDE_MLA, 218_880, rounds),
         "gqa 32k dram": lambda: restore_case(fast, GQA, 32_768, rounds, dram=True),
         "gqa 32k pinned ring": lambda: restore_case(fast, GQA, 32_768, rounds, engine="posix"),
         "gqa 32k disk": lambda: restore_case(args.disk, GQA, 32_768, 3),
@@ -34,7 +35,7 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "8 at once": lambda: concurrent_case(fast, 8, rounds),
         "16 at once": lambda: concurrent_case(fast, 16, rounds),
         "spinning thread": lambda: spin_case(fast, rounds),
-        "251 turns": lambda: turns_case(fast, rounds),
+        "251 turns, 7.5 KiB a token": lambda: turns_case(fast, rounds),
         "matmul, all multiprocessors": lambda: matmul_case(fast, rounds, 100),
         "matmul, 12 percent of them": lambda: matmul_case(fast, rounds, 12),
         "save 32k": lambda: save_case(fast, rounds, 32_768),

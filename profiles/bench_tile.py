@@ -176,7 +176,7 @@ def main() -> int:
     sizes = (
         {"gqa": (GQA, 1_024), "mla-fp8": (MLA, 1_024)}
         if args.smoke
-        else {"gqa 32k": (GQA, 32_768), "mla-fp8 219k": (MLA, 218_880)}
+        else {"gqa 32k": (GQA, 32_768), "mla 7.5 KiB a token, 219k": (MLA, 218_880)}
     )
     found = {
         f"{name} {'dram' if dram else 'files'}": measure(model, tokens, args.rounds, dram=dram)

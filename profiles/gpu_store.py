@@ -43,7 +43,9 @@ class Model:
 CHAT = flatcake.Turn(index=2, prior_reply_tokens=1)
 """With the settings of `opened`, a turn that goes to DRAM."""
 GQA = Model(name="gqa", layers=32, token_bytes=8 * 128 * 2 * 2, parts=2, page_tokens=16, block_tokens=256)
-MLA = Model(name="mla-fp8", layers=43, token_bytes=656, parts=1, page_tokens=64, block_tokens=256)
+MLA = Model(name="mla-fp8", layers=43, token_bytes=180, parts=1, page_tokens=64, block_tokens=256)
+"""7.5 KiB a token: a block of a layer is 45 KiB, with padding 48."""
+WIDE_MLA = Model(name="mla-656", layers=43, token_bytes=656, parts=1, page_tokens=64, block_tokens=256)
 
 
 @contextmanager
