@@ -11,6 +11,8 @@ from flatcake.io.engine import Buffer, Done, Result, Transfer, answer
 
 Copy = tuple[int, int, int]
 
+NOTHING = Result(0, errno.EIO)
+
 
 class Batch:
     """One submission: answered when all its chunks have ended, from the thread of the last."""
@@ -20,8 +22,10 @@ class Batch:
         self._transfers, self._done = tuple(transfers), done
         self._lock = threading.Lock()
         self._left = 0
-        self._found: list[dict[int, Result]] = [{} for _ in self._transfers]
-        """Per transfer: results of its parts, by how many of its bytes lie before them."""
+        self._parts: list[tuple[int, int]] = []
+        """In order: the transfer of each part, and how many of its bytes lie before it."""
+        self._results: list[Result] = []
+        """Of the parts."""
 
     def chunks(self, size_bytes_max: int) -> list["Chunk"]:
         """Cut it; one that moves nothing is answered at once."""
@@ -30,51 +34,48 @@ class Batch:
         for number, (file, offset, size_bytes, slot_offset) in enumerate(self._transfers):
             for start, step, at in _parts(size_bytes, size_bytes_max, room_bytes):
                 if at == 0:
-                    chunks.append(Chunk(self))
-                chunks[-1].add(number, start, Transfer(file, offset + start, step, at), slot_offset + start)
+                    chunks.append(Chunk(self, len(self._parts)))
+                self._parts.append((number, start))
+                chunks[-1].transfers.append(Transfer(file, offset + start, step, at))
+                chunks[-1].slot_offsets.append(slot_offset + start)
                 room_bytes = size_bytes_max - at - step
         self._left = len(chunks)
+        self._results = [NOTHING] * len(self._parts)
         if not chunks:
             answer(self._done, [Result(0, 0) for _ in self._transfers])
         return chunks
 
-    def end(self, parts: Sequence[tuple[int, int]], results: Sequence[Result]) -> None:
-        """Keep the results of a chunk; `parts` has the transfer of each, and the bytes of it before it."""
+    def end(self, first: int, results: Sequence[Result]) -> None:
+        """Keep the results of the parts from `first` on, which one chunk held."""
         with self._lock:
-            for (number, start), result in zip(parts, results, strict=True):
-                self._found[number][start] = result
+            self._results[first : first + len(results)] = results
             self._left -= 1
             is_last = not self._left
         if is_last:
-            answer(self._done, [self._result(*pair) for pair in zip(self._transfers, self._found, strict=True)])
+            answer(self._done, self._joined())
 
-    def _result(self, transfer: Transfer, found: dict[int, Result]) -> Result:
-        moved_bytes, error = 0, 0
-        for start in sorted(found):
-            if moved_bytes == start and not error:  # Nothing is missing before it.
-                moved_bytes, error = start + found[start].moved_bytes, found[start].error
-        whole = moved_bytes == transfer.size_bytes
-        return Result(moved_bytes, error if whole else error or errno.EIO)
+    def _joined(self) -> list[Result]:
+        """A result for each transfer: what has come of it without a hole, and the error that ended it."""
+        moved, errors = [0] * len(self._transfers), [0] * len(self._transfers)
+        for (number, start), (moved_bytes, error) in zip(self._parts, self._results, strict=True):
+            if moved[number] == start and not errors[number]:  # Nothing is missing before it.
+                moved[number], errors[number] = start + moved_bytes, error
+        return [
+            Result(moved_bytes, error if moved_bytes == transfer.size_bytes else error or errno.EIO)
+            for transfer, moved_bytes, error in zip(self._transfers, moved, errors, strict=True)
+        ]
 
 
 class Chunk:
     """What goes through one buffer at once."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, first: int) -> None:
         self.transfers: list[Transfer] = []
         """Their `buffer_offset` is one in the ring buffer."""
-        self._batch = batch
-        self._parts: list[tuple[int, int]] = []
-        self._slot_offsets: list[int] = []
-
-    @property
-    def slot(self) -> Buffer:
-        return self._batch.slot
-
-    def add(self, number: int, start: int, transfer: Transfer, slot_offset: int) -> None:
-        self.transfers.append(transfer)
-        self._parts.append((number, start))
-        self._slot_offsets.append(slot_offset)
+        self.slot_offsets: list[int] = []
+        """Where each lies in the slot."""
+        self.slot = batch.slot
+        self._batch, self._first = batch, first
 
     def copies(self, results: Sequence[Result] | None = None) -> list[Copy]:
         """Offset in the slot, offset in the ring buffer, bytes; neighbours are one copy.
@@ -83,7 +84,7 @@ class Chunk:
         """
         copies: list[Copy] = []
         sizes = [part.size_bytes for part in self.transfers] if results is None else [r.moved_bytes for r in results]
-        for transfer, at, size_bytes in zip(self.transfers, self._slot_offsets, sizes, strict=True):
+        for transfer, at, size_bytes in zip(self.transfers, self.slot_offsets, sizes, strict=True):
             start = transfer.buffer_offset
             if copies and (sum(copies[-1][::2]), sum(copies[-1][1:])) == (at, start):
                 copies[-1] = (*copies[-1][:2], copies[-1][2] + size_bytes)
@@ -93,11 +94,11 @@ class Chunk:
 
     def failed(self) -> list[Result]:
         """Nothing of it was moved."""
-        return [Result(0, errno.EIO)] * len(self.transfers)
+        return [NOTHING] * len(self.transfers)
 
     def end(self, results: Sequence[Result]) -> None:
         """It is over; call it once."""
-        self._batch.end(self._parts, results)
+        self._batch.end(self._first, results)
 
 
 def _parts(size_bytes: int, size_bytes_max: int, room_bytes: int) -> Iterator[tuple[int, int, int]]:
