@@ -3,6 +3,7 @@
 Pure: arrays in, arrays out.
 """
 
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,8 +31,8 @@ class Pieces:
     """uint32 [pieces]: seeds of the checksums."""
 
 
-def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pieces:
-    """Expand the segments of a plan to single pieces, with the seed of each.
+def expand(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Generator[None, None, Pieces]:
+    """Expand the segments of a plan to single pieces, with the seed of each; yields between two shares.
 
     Args:
         plan: Keys and generations.
@@ -39,14 +40,16 @@ def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pie
         lanes: Sizes of pieces.
         layout: 64-bit digest of the geometry.
 
-    Cost: O(pieces) array elements; fresh memory would cost more than all arithmetic, so it is done in shares.
+    Cost: O(pieces) array elements, some 0.1 ms a share; fresh memory would cost more than all arithmetic.
     """
     ends = np.concatenate([[0], tiles.segments[:, 3].cumsum()])
     count = int(ends[-1])
     table, seeds = np.empty((count, 3), np.int64), np.empty(count, np.uint32)
     states, generations = block_states(plan.keys, layout), block_column(plan, GENERATION).view(np.uint64)
     cuts = ends.searchsorted(np.arange(0, count, SHARE)).tolist()
-    for first, last in pairwise([*cuts, len(tiles.segments)]):
+    for nth, (first, last) in enumerate(pairwise([*cuts, len(tiles.segments)])):
+        if nth:
+            yield
         rows = slice(int(ends[first]), int(ends[last]))
         starts, layers, blocks, counts = tiles.segments[first:last].T
         sizes = lanes.piece_bytes[layers]
@@ -59,6 +62,17 @@ def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pie
     return Pieces(table=table, tile_pieces=ends[tiles.tile_segments], seeds=seeds)
 
 
+def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pieces:
+    """What `expand` makes, at once."""
+    shares = expand(plan, tiles, lanes, layout)
+    while True:
+        try:
+            next(shares)
+        except StopIteration as end:
+            made: Pieces = end.value
+            return made
+
+
 class Work:
     """A plan, expanded for one data plane.
 
@@ -69,10 +83,18 @@ class Work:
         self.plan = plan
         self.tiles = tiles
         self._lanes, self._layout = lanes, layout
+        self._pieces: Pieces | None = None
 
-    @cached_property
+    @property
     def pieces(self) -> Pieces:
-        return pieces_of(self.plan, self.tiles, self._lanes, self._layout)
+        """Made here and now unless they are there."""
+        if self._pieces is None:
+            self._pieces = pieces_of(self.plan, self.tiles, self._lanes, self._layout)
+        return self._pieces
+
+    def make_pieces(self) -> Iterator[None]:
+        """Make `pieces` a share at a time, for a thread that has other things to do in between."""
+        self._pieces = yield from expand(self.plan, self.tiles, self._lanes, self._layout)
 
     @cached_property
     def tile_layers(self) -> list[range]:

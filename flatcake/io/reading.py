@@ -5,7 +5,7 @@ results checked, then under the restore's lock the scatter and its event; with t
 window.  A restore is over when the device has reached the last of these events.  Verdicts are `io.judging`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from flatcake.io.device import DoneEvent, Event, Point, Stream
@@ -40,6 +40,9 @@ class Reading:
         self._stream: Stream = None
         self._unread: list[int]
         """Per layer: tiles that are not scattered yet."""
+        self._is_ready = False
+        self._early: list[Callable[[], None]] = []
+        """Tiles that have been read before all was ready for their scatter."""
         self._copy: TileCopy
         self._mover: TileMover
 
@@ -55,8 +58,28 @@ class Reading:
         if not self._is_ending:  # Else it was dropped before its turn came.
             parts.device.wait(self._stream, after)
             self._unread = list(self._work.layer_tiles)
-            self._copy = parts.copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=parts.verify)
+            self._make_ready(pages, self._work.make_pieces())
+
+    def _make_ready(self, pages: Int64Array, shares: Iterator[None]) -> None:
+        """Expand the pieces a share a turn, since reads need turns to go on; then scatter what has come meanwhile."""
+        if self._is_ending:
+            return
+        try:
+            for _ in shares:
+                self._parts.pump.post(lambda: self._make_ready(pages, shares))
+                return
+            copier, sums = self._parts.copier, self._parts.verify
+            self._copy = copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=sums)
             self._judging.use(self._copy)
+        except BaseException:
+            self._go_on()  # Without a copy each tile fails by itself, and gives its slot back.
+            raise
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._is_ready = True
+        for answer in self._early:
+            self._parts.pump.post(answer)
 
     def drop(self, reason: str) -> None:
         """Give the pages back; what is in flight ends in its slot.  It need not have started."""
@@ -121,6 +144,9 @@ class Reading:
         self._mover.move(tile, slot, partial(self._on_read, tile, slot))
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result], ready: Sequence[Event]) -> None:
+        if not self._is_ready:
+            self._early.append(partial(self._on_read, tile, slot, results, ready))
+            return
         bad = bad_pieces(self._parts.lanes, self._tiles, self._work.pieces, tile, results)
         if bad:
             error = next((result.error for result in results if result.error), 0)
