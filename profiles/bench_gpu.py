@@ -54,13 +54,15 @@ def main() -> int:
     parser.add_argument("--disk", default="/var/tmp", help="directory on a real disk")
     parser.add_argument("--rounds", type=int, default=7, help="timings behind each median")
     parser.add_argument("--only", nargs="*", default=[], help="run cases whose name contains one of these")
+    parser.add_argument("--skip", nargs="*", default=[], help="leave out cases whose name contains one of these")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_gpu needs a CUDA device; there is none")
         return 0
     found: dict[str, dict[str, float]] = {}
     for name, run in cases(args).items():
-        if not args.only or any(part in name for part in args.only):
+        wanted = not args.only or any(part in name for part in args.only)
+        if wanted and not any(part in name for part in args.skip):
             found[name] = run()
             print(f"{name}: " + "  ".join(f"{k}={v:.4g}" for k, v in found[name].items()), flush=True)
             if args.record:  # At once: device time may end before the last case.
