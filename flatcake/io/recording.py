@@ -27,21 +27,28 @@ class Recording:
         for row in plan.runs.table.tolist():
             self.runs.setdefault(ExtentRef(*row[:FIRST_SLOT]), []).append(row)
         self._sums: npt.NDArray[np.uint64]
+        self._new: list[ExtentRef] = []
         self._held: list[Record] = []
         self._waiting = 0
         self._error = ""
 
-    def prepare(self) -> None:
-        """Note the extents, and begin the records of new ones, for later turns may be written before this one.
-
-        One that a later turn has begun already is left alone, also when it is no longer in memory.
-        """
+    def note(self) -> None:
+        """Note the extents before anything is written to them."""
         book = self._parts.book
         for ref, rows in self.runs.items():
-            is_new = not book.is_known(ref) and any(not row[FIRST_SLOT] for row in rows)
+            if not book.is_known(ref) and any(not row[FIRST_SLOT] for row in rows):
+                self._new.append(ref)
             book.note_generation(ref)
-            if is_new:
-                self._held.append(book.hold(book.find(ref) or book.blank(ref)))
+
+    def prepare(self) -> None:
+        """Begin the records of new extents, for later turns may be written before this one.
+
+        One that a later turn has begun already is left alone, also when it is no longer in memory.  Post this in the
+        turn of `note`: then it comes before what is posted of later turns.
+        """
+        book, new = self._parts.book, self._new
+        self._new = []
+        self._held += [book.hold(book.find(ref) or book.blank(ref)) for ref in new]
 
     def start(self, sums: npt.NDArray[np.uint64]) -> None:
         """Write `sums`, uint64 [blocks of the request, layers]; `then` is called once with a reason, empty if all went
@@ -52,8 +59,8 @@ class Recording:
             self._parts.record_turns.enter(ref, lambda ref=ref: self._fetch(ref))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Let go of the records that `prepare` began."""
-        held, self._held = self._held, []
+        """Let go of the records that `prepare` began, or begin none."""
+        held, self._held, self._new = self._held, [], []
         for record in held:
             self._parts.book.let_go(record)
 

@@ -58,7 +58,8 @@ class Writing:
         if any(parts.book.is_stale(ref) for ref in self._recording.runs):
             self._fail(0, "stale plan")
         else:
-            self._recording.prepare()
+            self._recording.note()
+            parts.pump.post(self._recording.prepare)  # After the first gathers.
         self._advance()
 
     def give_up(self, reason: str) -> None:
