@@ -26,7 +26,7 @@ def rows_to_commit(plan: OpenPlan) -> list[TurnRow]:
     rows = []
     for scope, (slots, blocks) in _shares(plan).items():
         if scope.medium is Medium.SSD:
-            parts = [
+            parts: list[tuple[int, ...]] = [
                 (part.extent.base_bytes, part.extent.room_blocks, part.extent.generation, part.first, part.count)
                 for part in slots
             ]
