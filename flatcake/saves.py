@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from flatcake.catalog import Refused
+from flatcake.gva import Medium
 from flatcake.io.save import Save
 from flatcake.ledger import Outcome
-from flatcake.messages import Plan, PlanKind
+from flatcake.messages import MEDIUM, Plan, PlanKind
 
 BUSY = "too many saves under way"
 
@@ -26,6 +27,8 @@ class OpenSaves:
         """Places taken by callers whose plan is being made."""
         self._saves: dict[int, Save | None] = {}
         """By plan; None while a save is being made."""
+        self._to_commit: set[int] = set()
+        """Those of them that write to SSD."""
 
     def __len__(self) -> int:
         return len(self._saves)
@@ -33,6 +36,10 @@ class OpenSaves:
     def __contains__(self, plan_id: int) -> bool:
         """Whether a save of that plan is under way."""
         return plan_id in self._saves
+
+    def needs_commit(self, plan_id: int) -> bool:
+        """Whether the manifest must know of a plan, which is under way, before its blocks are visible."""
+        return plan_id in self._to_commit
 
     def begin(self, make: Callable[[], Plan | Refused]) -> Plan | Refused:
         """Take a place, then make a plan; the place is given back where nothing is to be written."""
@@ -49,6 +56,8 @@ class OpenSaves:
                 self._beginning -= 1
                 if isinstance(plan, Plan) and len(plan.runs):
                     self._saves[plan.plan_id] = None
+                    if Medium.SSD in plan.runs.column(MEDIUM):
+                        self._to_commit.add(plan.plan_id)
         return plan
 
     def put(self, plan_id: int, save: Save) -> None:
@@ -63,6 +72,7 @@ class OpenSaves:
             return
         with self._lock:
             save = self._saves.pop(outcome.plan_id, None)
+            self._to_commit.discard(outcome.plan_id)
         if save is not None:
             save.end(outcome.published_blocks, outcome.reason)
 

@@ -12,7 +12,7 @@ from flatcake.gva import Medium
 from flatcake.index import MISS
 from flatcake.ledger import OpenPlan
 from flatcake.manifest import TurnRow
-from flatcake.messages import KeyArray, PlanKind
+from flatcake.messages import Int64Array, KeyArray, PlanKind
 from flatcake.reopen import turn_row
 from flatcake.reserve import DRAM_GVA_LIMIT
 from flatcake.scopes import Scope
@@ -23,17 +23,15 @@ def rows_to_commit(plan: OpenPlan) -> list[TurnRow]:
     """What the manifest must know before a save is published: a row for each scope on SSD; DRAM dies with us."""
     if plan.kind is not PlanKind.SAVE or plan.first_bad_block is not None:
         return []
-    rows: dict[Scope, tuple[list[tuple[int, ...]], list[KeyArray]]] = {}
-    at = 0
-    for part in plan.slots:
-        blocks = plan.blocks[at : at + part.count]
-        at += part.count
-        if part.extent.medium is Medium.SSD and not part.scope.withdrawn:
-            parts, keys = rows.setdefault(part.scope, ([], []))
-            extent = part.extent
-            parts.append((extent.base_bytes, extent.room_blocks, extent.generation, part.first, part.count))
-            keys.append(plan.keys[blocks])
-    return [turn_row(scope, parts, np.concatenate(keys)) for scope, (parts, keys) in rows.items()]
+    rows = []
+    for scope, (slots, blocks) in _shares(plan).items():
+        if scope.medium is Medium.SSD:
+            parts: list[tuple[int, ...]] = [
+                (part.extent.base_bytes, part.extent.room_blocks, part.extent.generation, part.first, part.count)
+                for part in slots
+            ]
+            rows.append(turn_row(scope, parts, plan.keys[blocks]))
+    return rows
 
 
 def settle_save(plan: OpenPlan, space: Space, counts: Counter[str]) -> int:
@@ -55,25 +53,34 @@ def settle_save(plan: OpenPlan, space: Space, counts: Counter[str]) -> int:
         space.manifest.drop_turns(plan.committed)
         space.give_back(plan.slots)
         return 0
-    published, at = 0, 0
+    shares = _shares(plan).items()
+    return sum(_publish(scope, plan.keys[blocks], plan.gvas[blocks], space, counts) for scope, (_, blocks) in shares)
+
+
+def _shares(plan: OpenPlan) -> dict[Scope, tuple[list[Slots], Int64Array]]:
+    """Slots and blocks of a save by scope, without the scopes that were withdrawn meanwhile."""
+    found: dict[Scope, tuple[list[Slots], list[Int64Array]]] = {}
+    at = 0
     for part in plan.slots:
-        blocks = plan.blocks[at : at + part.count]
-        at += part.count
         if not part.scope.withdrawn:
-            published += _publish(part, plan.keys[blocks], plan.gvas[blocks], space, counts)
-    return published
+            slots, blocks = found.setdefault(part.scope, ([], []))
+            slots.append(part)
+            blocks.append(plan.blocks[at : at + part.count])
+        at += part.count
+    return {scope: (slots, np.concatenate(blocks)) for scope, (slots, blocks) in found.items()}
 
 
-def _publish(part: Slots, keys: KeyArray, gvas: GvaArray, space: Space, counts: Counter[str]) -> int:
+def _publish(scope: Scope, keys: KeyArray, gvas: GvaArray, space: Space, counts: Counter[str]) -> int:
     """Make blocks visible, unless another session published them first; a shared copy supersedes SSD."""
     current = space.index.lookup(keys)
     mine = current == MISS
-    if part.scope.session is None:
+    if scope.session is None:
         again = ~mine & (current >= DRAM_GVA_LIMIT)
         counts["blocks_superseded"] += int(again.sum())
         mine |= again
-    counts["blocks_lost_race"] += int((~mine).sum())
-    space.index.publish(keys[mine], gvas[mine])
-    part.scope.record(keys[mine], gvas[mine])
-    counts[f"blocks_saved_{part.extent.medium.name.lower()}"] += int(mine.sum())
-    return int(mine.sum())
+    keys, gvas = keys[mine], gvas[mine]
+    counts["blocks_lost_race"] += len(mine) - len(keys)
+    space.index.publish(keys, gvas)
+    scope.record(keys, gvas)
+    counts[f"blocks_saved_{scope.medium.name.lower()}"] += len(keys)
+    return len(keys)

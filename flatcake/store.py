@@ -276,8 +276,8 @@ class Store:
     # -- private ----------------------------------------------------------------------------------------
 
     def _on_saved(self, done: Completion) -> None:
-        """On the pump's thread, which must not wait for a commit."""
-        if self.keeper is None:
+        """On the pump's thread, which must not wait for a commit; what is in DRAM needs none."""
+        if self.keeper is None or not self._saves.needs_commit(done.plan_id):
             self._saves.settle(self.catalog.finish(done))
         else:
             self.keeper.post(lambda: self._saves.settle(self.catalog.finish(done)))

@@ -441,6 +441,12 @@ def test_records_are_read_back_from_their_medium(store: Store, memory: Memory, m
 
 
 @MEDIA
+def test_records_of_new_extents_are_not_read(store: Store, memory: Memory, medium: Medium) -> None:
+    assert save(store, memory, "s", make_tokens("a", 9), TURNS[medium]).written_blocks == 9
+    assert not store.stats().counts.get("record_read_bytes")
+
+
+@MEDIA
 @pytest.mark.parametrize("byte", [0, 8, 12, 16, 24, 32, 40])
 def test_a_damaged_header_of_a_record_is_a_miss(store: Store, memory: Memory, medium: Medium, byte: int) -> None:
     engine, tokens = memory_engine(store, medium), make_tokens("a", 6)

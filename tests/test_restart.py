@@ -821,6 +821,27 @@ def test_close_ends_in_time_while_a_commit_hangs_and_lets_go_later(memory: Memor
         assert after.match(make_tokens("late", 3)).blocks == 0, "it was said to be lost"
 
 
+def test_a_save_to_dram_waits_for_no_commit(memory: Memory, home: Path) -> None:
+    files, reached, go = Steps(), threading.Event(), threading.Event()
+    with opened(memory, home, files=files) as store:
+
+        def hang(statement: str) -> None:
+            if statement == "COMMIT":
+                reached.set()
+                assert go.wait(WAIT_S)
+
+        files.broken = hang
+        tokens = make_tokens("ssd", 3)
+        memory.stamp(store.keys(tokens), np.arange(6))
+        waiting = store.save("ssd", tokens, np.arange(6))
+        assert reached.wait(WAIT_S)
+        assert save(store, memory, "dram", make_tokens("dram", 3), CHAT, first_page=6).written_blocks == 3
+        assert waiting.result(0) is None and not store.match(tokens).blocks
+        go.set()
+        assert waiting.published(WAIT_S)
+        check_all(store)
+
+
 @pytest.mark.leaves("stores")
 def test_a_scribe_that_ends_while_it_is_given_up_leaves_no_manifest_open(memory: Memory, home: Path) -> None:
     store, go = opened(memory, home), threading.Event()

@@ -13,44 +13,54 @@ import torch
 from flatcake.gva import Medium
 from flatcake.io.engine import Buffer, Result
 from flatcake.io.parts import Parts
-from flatcake.io.records import ExtentRef, Record, extents_of
-from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, GENERATION, MEDIUM, ROOM, Int64Array, Plan
+from flatcake.io.records import ExtentRef, Record
+from flatcake.messages import BLOCKS, FIRST_BLOCK, FIRST_SLOT, Plan
 
 
 class Recording:
     """Writes the records of one save."""
 
     def __init__(self, parts: Parts, plan: Plan, then: Callable[[str], None]) -> None:
-        self._parts, self._plan, self._then = parts, plan, then
+        self._parts, self._then = parts, then
+        self.runs: dict[ExtentRef, list[list[int]]] = {}
+        """The plan's runs of each extent, as rows of `Runs`."""
+        for row in plan.runs.table.tolist():
+            self.runs.setdefault(ExtentRef(*row[:FIRST_SLOT]), []).append(row)
         self._sums: npt.NDArray[np.uint64]
+        self._new: list[ExtentRef] = []
         self._held: list[Record] = []
         self._waiting = 0
         self._error = ""
 
-    def prepare(self) -> None:
-        """Note the extents, and begin the records of new ones, for later turns may be written before this one.
-
-        One that a later turn has begun already is left alone, also when it is no longer in memory.
-        """
+    def note(self) -> None:
+        """Note the extents before anything is written to them."""
         book = self._parts.book
-        for ref in extents_of(self._plan.runs):
-            is_new = not book.is_known(ref) and self._rows(ref)[:, FIRST_SLOT].min() == 0
+        for ref, rows in self.runs.items():
+            if not book.is_known(ref) and any(not row[FIRST_SLOT] for row in rows):
+                self._new.append(ref)
             book.note_generation(ref)
-            if is_new:
-                self._held.append(book.hold(book.find(ref) or book.blank(ref)))
+
+    def prepare(self) -> None:
+        """Begin the records of new extents, for later turns may be written before this one.
+
+        One that a later turn has begun already is left alone, also when it is no longer in memory.  Post this in the
+        turn of `note`: then it comes before what is posted of later turns.
+        """
+        book, new = self._parts.book, self._new
+        self._new = []
+        self._held += [book.hold(book.find(ref) or book.blank(ref)) for ref in new]
 
     def start(self, sums: npt.NDArray[np.uint64]) -> None:
         """Write `sums`, uint64 [blocks of the request, layers]; `then` is called once with a reason, empty if all went
         well."""
         self._sums = sums
-        refs = extents_of(self._plan.runs)
-        self._waiting = len(refs)
-        for ref in refs:
+        self._waiting = len(self.runs)
+        for ref in self.runs:
             self._parts.record_turns.enter(ref, lambda ref=ref: self._fetch(ref))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Let go of the records that `prepare` began."""
-        held, self._held = self._held, []
+        """Let go of the records that `prepare` began, or begin none."""
+        held, self._held, self._new = self._held, [], []
         for record in held:
             self._parts.book.let_go(record)
 
@@ -66,12 +76,12 @@ class Recording:
         if record is None:
             self._done(ref, "checksum record of the extent cannot be read")
             return
-        rows = self._rows(ref)
-        for row in rows.tolist():
+        rows = self.runs[ref]
+        for row in rows:
             blocks = slice(row[FIRST_BLOCK], row[FIRST_BLOCK] + row[BLOCKS])
             record.sums[row[FIRST_SLOT] : row[FIRST_SLOT] + row[BLOCKS]] = self._sums[blocks]
-        first = int(rows[:, FIRST_SLOT].min()) if record.is_stored else 0
-        end = int((rows[:, FIRST_SLOT] + rows[:, BLOCKS]).max())
+        first = min(row[FIRST_SLOT] for row in rows) if record.is_stored else 0
+        end = max(row[FIRST_SLOT] + row[BLOCKS] for row in rows)
         offset, size_bytes = self._parts.book.dirty_range(ref, first, end - first)
         self._parts.book.hold(record)
         self._parts.counts["record_write_bytes"] += size_bytes
@@ -95,8 +105,3 @@ class Recording:
         self._waiting -= 1
         if not self._waiting:
             self._then(self._error)
-
-    def _rows(self, ref: ExtentRef) -> Int64Array:
-        table = self._plan.runs.table
-        rows: Int64Array = table[(table[:, [MEDIUM, BASE, ROOM, GENERATION]] == np.array(ref)).all(axis=1)]
-        return rows

@@ -15,7 +15,6 @@ from flatcake.io.engine import Buffer, Result
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
 from flatcake.io.recording import Recording
-from flatcake.io.records import extents_of
 from flatcake.io.save import Save
 from flatcake.io.tilebatch import TileMover, bad_pieces
 from flatcake.io.tilecopy import TileCopy
@@ -39,6 +38,8 @@ class Writing:
         self._reason = ""
         self._fetched: Event = DoneEvent()
         """After it, the checksums of all pieces are on the host."""
+        self._sums: npt.NDArray[np.uint64] | None = None
+        """uint64 [blocks of the request, layers]: the finished checksums, 0 where they are off; None until then."""
         self._has_started = False
         self._stream: Stream = None
         self._copy: TileCopy
@@ -54,11 +55,11 @@ class Writing:
         self._mover = TileMover(parts, work.tiles, write=True)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
-        refs = extents_of(work.plan.runs)
-        if any(parts.book.is_stale(ref) for ref in refs):
+        if any(parts.book.is_stale(ref) for ref in self._recording.runs):
             self._fail(0, "stale plan")
         else:
-            self._recording.prepare()
+            self._recording.note()
+            parts.pump.post(self._recording.prepare)  # After the first gathers.
         self._advance()
 
     def give_up(self, reason: str) -> None:
@@ -93,9 +94,9 @@ class Writing:
             return
         if self._bad_block is not None:
             self._end()
-        elif self._next_tile == self._work.tiles.tiles:
+        elif self._next_tile == self._work.tiles.tiles and self._sums is not None:
             self._is_recording = True
-            self._parts.pump.when(self._fetched, lambda: self._recording.start(self._sums()))
+            self._recording.start(self._sums)
 
     def _gather(self, slot: Buffer) -> None:
         tile = self._next_tile
@@ -122,6 +123,8 @@ class Writing:
 
     def _on_gathered(self, tile: int, slot: Buffer) -> None:
         self._mover.move(tile, slot, lambda results, _: self._on_written(tile, slot, results))
+        if tile + 1 == self._work.tiles.tiles:
+            self._parts.pump.when(self._fetched, self._on_fetched, self)
 
     def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
         bad = bad_pieces(self._parts.lanes, self._work.tiles, self._work.pieces, tile, results)
@@ -135,14 +138,15 @@ class Writing:
         self._parts.save_window.give_back(slot)
         self._advance()
 
-    def _sums(self) -> npt.NDArray[np.uint64]:
-        """uint64 [blocks of the request, layers]: the finished checksums; 0 where they are off."""
+    def _on_fetched(self) -> None:
+        """Finish the checksums of all pieces, while the last tiles are on their way to their media."""
         pieces = self._work.pieces
         sums = np.zeros((len(self._work.plan.keys), self._parts.lanes.layer_count), np.uint64)
         if self._parts.verify:
             sizes = np.asarray(self._parts.payload_bytes)[pieces.table[:, 2]]
             sums[pieces.table[:, 1], pieces.table[:, 2]] = finish(self._copy.sums, sizes, pieces.seeds)
-        return sums
+        self._sums = sums
+        self._advance()
 
     # -- the end ----------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ MUTATIONS = (
     mutation(
         "a rank writes for a stale plan",
         "io/writing.py",
-        "if any(parts.book.is_stale(ref) for ref in refs):",
+        "if any(parts.book.is_stale(ref) for ref in self._recording.runs):",
         "if False:",
         f"{_DATAPLANE}::test_a_plan_for_an_earlier_tenant_is_refused",
     ),
@@ -210,7 +210,7 @@ MUTATIONS = (
     mutation(
         "a save reports before its records are written",
         "io/writing.py",
-        "self._parts.pump.when(self._fetched, lambda: self._recording.start(self._sums()))",
+        "self._recording.start(self._sums)",
         "self._end()",
         f"{_DATAPLANE}::test_records_are_read_back_from_their_medium",
     ),
