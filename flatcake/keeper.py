@@ -3,8 +3,8 @@
 docs/restart.md says what comes back.
 
 At open the catalog is filled from the manifest, if the pool still is the one that it tells of.  While the
-store runs, saves end on the scribe's thread: committed, then published.  At a clean close DRAM is written to
-a file.  Whatever goes wrong here costs hits after a restart, and nothing else.
+store runs, saves to SSD end on the scribe's thread: committed, then published.  At a clean close DRAM is
+written to a file.  Whatever goes wrong here costs hits after a restart, and nothing else.
 Write path:  data planes -> [keeper] -> catalog.finish -> manifest -> index
 """
 
