@@ -164,7 +164,7 @@ class Reading:
         try:
             for point in ready:  # Not before: the scatters queued until now need not wait for this tile.
                 self._parts.device.wait(self._stream, point)
-            event = None if self._restore.dropped else self._scatter(tile, slot, self._bad_of(tile, results))
+            event = self._scatter(tile, slot, results)
         except BaseException:
             self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.
             raise
@@ -191,12 +191,13 @@ class Reading:
         self._parts.window.give_back(slot, event, self)
         self._advance()
 
-    def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event | None:
+    def _scatter(self, tile: int, slot: Buffer, results: list[Result]) -> Event | None:
         """Queue a tile's scatter, unless the pages have gone back to the caller; the event after it."""
         restore = self._restore
         with restore.lock:
             if restore.dropped:
                 return None
+            bad = self._bad_of(tile, results)
             with span("restore.scatter", size_bytes=slot.size_bytes):
                 self._copy.scatter(tile, slot, bad)
             event = restore.last_event = self._parts.device.record(self._stream)
