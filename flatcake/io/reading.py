@@ -49,13 +49,16 @@ class Reading:
     def start(self, pages: Int64Array, after: Event) -> None:
         """Begin; `after` is waited for on the device before the first scatter."""
         parts = self._parts
+        if self._restore.dropped:  # Before its turn came: no medium is asked for anything.
+            self.end_if_idle()
+            return
         self._has_started = True
         parts.restores_active += 1
         self._stream = parts.take_stream()
         self._mover = TileMover(parts, self._tiles, write=False)
         self._judging.start(self._stream)
         self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
-        if not self._is_ending:  # Else it was dropped before its turn came.
+        if not self._is_ending:  # Else it was dropped meanwhile, or has no tile.
             self._make_ready(self._prepare(pages, after))
 
     def _prepare(self, pages: Int64Array, after: Event) -> Iterator[None]:

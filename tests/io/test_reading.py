@@ -31,6 +31,7 @@ from tests.stores import (
     make_config,
     make_store,
     make_tokens,
+    memory_engine,
     restore,
     save,
     simple_layout,
@@ -137,6 +138,28 @@ def begin(store: Store, tokens: Pages, pages: Pages, kind: type[Work]) -> tuple[
     table = pages.reshape(-1, 2)
     parts.pump.post(lambda: reading.start(table, DoneEvent()))
     return handle, work
+
+
+def test_a_restore_that_is_dropped_before_its_turn_asks_the_media_for_nothing() -> None:
+    memory, ended = Memory(simple_layout()), list[str]()
+    with make_store(memory) as store:
+        tokens, parts = make_tokens("a", 6), store.plane.parts
+        save(store, memory, "s", tokens)
+        fence(store)
+        parts.book = RecordBook(parts.lanes, parts.layout, sum_kind=SUM_KIND, bytes_max=RECORD_CACHE_BYTES)
+        before = len(memory_engine(store, Medium.SSD).calls)
+
+        def begin_and_drop() -> None:  # In one turn of the pump, so that the start comes after it.
+            with store.lease(store.match(tokens)) as lease:
+                handle = store.restore(lease, np.arange(12))
+            handle.on_end(lambda: ended.append(handle.result().reason))
+            handle.cancel()
+
+        parts.pump.post(begin_and_drop)
+        eventually(store, lambda: bool(ended))
+        assert ended == ["cancelled"]
+        assert len(memory_engine(store, Medium.SSD).calls) == before
+        check(store)
 
 
 class Closing:
