@@ -113,7 +113,7 @@ class DataPlane:
         reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report), limit)
         with self._lock:
             self._require_open()
-            restore.on_drop = lambda: self.parts.pump.post(reading.end_if_idle)
+            restore.on_drop = lambda: self.parts.pump.post(reading.on_dropped)
             self._restores[reading] = restore
             self._deadlines[reading] = self.parts.pump.at(deadline_ns, partial(reading.drop, "deadline"))
         self.parts.pump.post(lambda: self._queue(reading, lambda: reading.start(table, after)))

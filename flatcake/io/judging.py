@@ -35,7 +35,7 @@ class Judging:
         self._unjudged: list[list[int]] = []
         self._bad_rows: dict[int, list[int]] = {}
         self._stream: Stream = None
-        self._copy: TileCopy
+        self._copy: TileCopy | None = None
         self._unverified: list[int]
         """Per layer: tiles that are not judged yet."""
 
@@ -70,6 +70,7 @@ class Judging:
         if bad:
             self._bad_rows[tile] = bad
         if fetch:
+            assert self._copy is not None
             group, self._unfetched = self._unfetched, []
             self._copy.fetch_sums(group)
             fetched = self._parts.device.record(self._stream)
@@ -89,19 +90,20 @@ class Judging:
     def _judge_waiting(self) -> None:
         if self._waits_for_records or not self._parts.verify:
             return
-        if self._wanted is None:
+        if self._wanted is None and self._copy is not None and not self._restore.dropped:
             plan, pieces = self._work.plan, self._work.pieces
             self._wanted = wanted_sums(plan, pieces, self._records, self._parts.payload_bytes)
         groups, self._unjudged = self._unjudged, []
         for group in groups:
             self._groups -= 1
             if not self._restore.dropped:
-                self._judge(group, self._wanted)
+                assert self._copy is not None and self._wanted is not None
+                self._judge(group, self._copy.sums, self._wanted)
         if self.is_idle:
             self._idle()
 
-    def _judge(self, group: list[int], wanted: Sums) -> None:
-        found, bounds = self._copy.sums, self._work.pieces.tile_pieces
+    def _judge(self, group: list[int], found: Sums, wanted: Sums) -> None:
+        bounds = self._work.pieces.tile_pieces
         complete = []
         for tile in group:
             start, end = bounds[tile], bounds[tile + 1]

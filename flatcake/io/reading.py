@@ -49,28 +49,35 @@ class Reading:
     def start(self, pages: Int64Array, after: Event) -> None:
         """Begin; `after` is waited for on the device before the first scatter."""
         parts = self._parts
+        if self._restore.dropped:  # Before its turn came: no medium is asked for anything.
+            self.end_if_idle()
+            return
         self._has_started = True
         parts.restores_active += 1
         self._stream = parts.take_stream()
         self._mover = TileMover(parts, self._tiles, write=False)
         self._judging.start(self._stream)
         self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
-        if not self._is_ending:  # Else it was dropped before its turn came.
-            parts.device.wait(self._stream, after)
-            self._unread = list(self._work.layer_tiles)
-            self._make_ready(pages, self._work.make_pieces())
+        if not self._is_ending:  # Else it was dropped meanwhile, or has no tile.
+            self._make_ready(self._prepare(pages, after))
 
-    def _make_ready(self, pages: Int64Array, shares: Iterator[None]) -> None:
-        """Expand the pieces a share a turn, since reads need turns to go on; then scatter what has come meanwhile."""
-        if self._is_ending:
+    def _prepare(self, pages: Int64Array, after: Event) -> Iterator[None]:
+        """Make what the scatters need; the pieces are expanded a share a step."""
+        self._parts.device.wait(self._stream, after)
+        self._unread = list(self._work.layer_tiles)
+        yield from self._work.make_pieces()
+        copier, sums = self._parts.copier, self._parts.verify
+        self._copy = copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=sums)
+        self._judging.use(self._copy)
+
+    def _make_ready(self, steps: Iterator[None]) -> None:
+        """Take one step a turn, since reads need turns to go on; then scatter what has come meanwhile."""
+        if self._is_ending or self._restore.dropped:
             return
         try:
-            for _ in shares:
-                self._parts.pump.post(lambda: self._make_ready(pages, shares))
+            for _ in steps:
+                self._parts.pump.post(lambda: self._make_ready(steps))
                 return
-            copier, sums = self._parts.copier, self._parts.verify
-            self._copy = copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=sums)
-            self._judging.use(self._copy)
         except BaseException:
             self._go_on()  # Without a copy each tile fails by itself, and gives its slot back.
             raise
@@ -78,12 +85,22 @@ class Reading:
 
     def _go_on(self) -> None:
         self._is_ready = True
-        for answer in self._early:
+        early, self._early = self._early, []
+        for answer in early:
             self._parts.pump.post(answer)
 
     def drop(self, reason: str) -> None:
         """Give the pages back; what is in flight ends in its slot.  It need not have started."""
         self._restore.cancel(reason)
+        self.end_if_idle()
+
+    def on_dropped(self) -> None:
+        """The pages are the caller's again: nothing will be scattered, so no tile waits for that.
+
+        In this very turn: when the store closes there is no other.
+        """
+        while self._early:
+            self._early.pop()()
         self.end_if_idle()
 
     def end_if_idle(self) -> None:
@@ -144,22 +161,26 @@ class Reading:
         self._mover.move(tile, slot, partial(self._on_read, tile, slot))
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result], ready: Sequence[Event]) -> None:
-        if not self._is_ready:
+        if not self._is_ready and not self._restore.dropped:
             self._early.append(partial(self._on_read, tile, slot, results, ready))
             return
+        try:
+            for point in ready:  # Not before: the scatters queued until now need not wait for this tile.
+                self._parts.device.wait(self._stream, point)
+            event = self._scatter(tile, slot, results)
+        except BaseException:
+            self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.
+            raise
+        self._retire(slot, event or self._parts.device.record(self._stream))
+
+    def _bad_of(self, tile: int, results: list[Result]) -> list[int]:
+        """Note what could not be read; rows of the pieces that did not come."""
         bad = bad_pieces(self._parts.lanes, self._tiles, self._work.pieces, tile, results)
         if bad:
             error = next((result.error for result in results if result.error), 0)
             block = int(self._work.pieces.table[bad, 1].min())
             self._restore.note_bad(block, f"read failed (errno {error})")
-        try:
-            for point in ready:  # Not before: the scatters queued until now need not wait for this tile.
-                self._parts.device.wait(self._stream, point)
-            event = self._scatter(tile, slot, bad)
-        except BaseException:
-            self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.
-            raise
-        self._retire(slot, event or self._parts.device.record(self._stream))
+        return bad
 
     def _on_failed(self, slot: Buffer) -> None:
         """A tile is missing, so nothing may count."""
@@ -173,12 +194,13 @@ class Reading:
         self._parts.window.give_back(slot, event, self)
         self._advance()
 
-    def _scatter(self, tile: int, slot: Buffer, bad: list[int]) -> Event | None:
+    def _scatter(self, tile: int, slot: Buffer, results: list[Result]) -> Event | None:
         """Queue a tile's scatter, unless the pages have gone back to the caller; the event after it."""
         restore = self._restore
         with restore.lock:
             if restore.dropped:
                 return None
+            bad = self._bad_of(tile, results)
             with span("restore.scatter", size_bytes=slot.size_bytes):
                 self._copy.scatter(tile, slot, bad)
             event = restore.last_event = self._parts.device.record(self._stream)

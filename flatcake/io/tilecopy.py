@@ -123,11 +123,13 @@ class GpuCopier:
         """Have the kernels compiled, by copies that touch no page, so that the first restore need not wait for it."""
         device, stream, before = self.device, self.device.new_stream(), self.device.stream_of(None)
         device.use(stream)
-        tables = PieceTables(device, 1, self.table.pages_per_block, stream, sums=sums)
-        tables.fill(np.zeros((1, 3), np.int64), np.full(self.table.pages_per_block, -1), np.zeros(1, np.uint32))
+        tables = PieceTables(device, 2, self.table.pages_per_block, stream, sums=sums)
+        tables.fill(np.zeros((2, 3), np.int64), np.full(self.table.pages_per_block, -1), np.zeros(2, np.uint32))
         scratch = device.window(align_up(self.table.payload_bytes(0), DIRECT_BYTES))
-        for runs in (scatter_runs, gather_runs):
-            runs(tables.kernel_tables, self.table, self.programs_max).launch(scratch, 0, 1)
+        # Where programs are limited, large tiles take several items a program, which is another kernel.
+        for limit in (None,) if self.programs_max is None else (None, 1):
+            for runs in (scatter_runs, gather_runs):
+                runs(tables.kernel_tables, self.table, limit).launch(scratch, 0, 2)
         device.record(stream).wait()
         device.use(before)
 

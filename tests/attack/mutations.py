@@ -106,7 +106,7 @@ MUTATIONS = (
     mutation(
         "a restore does not wait for its pages' last reader",
         "io/reading.py",
-        "parts.device.wait(self._stream, after)\n",
+        "self._parts.device.wait(self._stream, after)\n",
         "pass\n",
         f"{_ATTACK}/test_streams.py::test_pages_are_read_after_their_producer_and_written_after_their_reader",
     ),

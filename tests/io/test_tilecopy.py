@@ -1,0 +1,54 @@
+"""The GPU's copier without a GPU: its kernels are interpreted."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flatcake.io.tilecopy import GpuCopier, PieceTables
+from flatcake.kernels.copies import CopyRuns
+from flatcake.kernels.gather import gather_runs
+from flatcake.kernels.launch import Launches
+from flatcake.kernels.scatter import scatter_runs
+from tests.fakes import FakeCuda
+from tests.stores import Memory, simple_layout
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted, here")
+
+
+class Noted(Launches):
+    """Writes down which kernels had to be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: list[tuple[Any, Hashable]] = []
+
+    def again(self, kernel: Any, programs: int, args: tuple[Any, ...], *, key: Hashable, stream: int | None) -> bool:
+        return (kernel, key) in self.compiled
+
+    def first(self, kernel: Any, programs: int, args: tuple[Any, ...], *, key: Hashable, warps: int) -> None:
+        super().first(kernel, programs, args, key=key, warps=warps)
+        self.compiled.append((kernel, key))
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["bytes", "sums"])
+@pytest.mark.parametrize("programs_max", [None, 1, 3])
+def test_no_copy_after_the_first_ones_starts_the_compiler(programs_max: int | None, sums: bool) -> None:
+    memory, device = Memory(simple_layout(layers=2)), FakeCuda()
+    before = memory.snapshot()
+    copier = GpuCopier(memory.kv.geometry(8), memory.kv, device, programs_max=programs_max)
+    noted = Noted()
+    copier.table = replace(copier.table, launches=noted)
+    copier.warm(sums=sums)
+    assert memory.is_equal(before), "a page was touched"
+    warmed, pieces = list(noted.compiled), 9
+    tables = PieceTables(device, pieces, 2, device.new_stream(), sums=sums)
+    tables.fill(np.zeros((pieces, 3), np.int64), np.full(2, -1), np.zeros(pieces, np.uint32))
+    for runs in (scatter_runs, gather_runs):
+        for count in (1, 2, pieces):
+            made: CopyRuns = runs(tables.kernel_tables, copier.table, programs_max)
+            made.launch(device.window(1 << 16), 0, count)
+    assert noted.compiled == warmed, "a restore waits for the compiler"
