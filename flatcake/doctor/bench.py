@@ -19,7 +19,7 @@ from flatcake.config import CapacityConfig, PlacementConfig, StoreConfig
 from flatcake.doctor.facts import EngineFacts
 from flatcake.gva import Medium
 from flatcake.hits import Match
-from flatcake.io.device import NOW, Device, Event
+from flatcake.io.device import Device, Event
 from flatcake.io.devices import cuda_is_available
 from flatcake.io.engine import Buffer, Done, Result, Transfer
 from flatcake.io.paged import PagedKV
@@ -166,15 +166,15 @@ class Bench:
     def _sweep(self, call: Call, size_bytes: int) -> tuple[int, int]:
         """Move the start of the bare file through all buffers at once; bytes moved and nanoseconds taken."""
         answers: queue.SimpleQueue[tuple[Buffer, int, list[Result]]] = queue.SimpleQueue()
-        idle, ready = list(self._buffers), list[Event]([NOW])
+        idle, moved = list(self._buffers), list[Event]()
         start_ns, offset, pending = self.clock.now_ns(), 0, 0
         while True:
             while idle and offset < size_bytes and (self.clock.now_ns() - start_ns < SWEEP_NS_MAX or not offset):
                 buffer = idle.pop()
                 step = min(size_bytes - offset, buffer.tensor.numel())
 
-                def done(results: list[Result], moved: Event, buffer: Buffer = buffer, step: int = step) -> None:
-                    ready[0] = moved
+                def done(results: list[Result], ready: Event, buffer: Buffer = buffer, step: int = step) -> None:
+                    moved.append(ready)
                     answers.put((buffer, step, results))
 
                 call([Transfer(_BARE_FILE, offset, step, 0)], buffer, done)
@@ -186,7 +186,8 @@ class Bench:
             if results != [Result(step, 0)]:
                 code = results[0].error or errno.EIO
                 raise OSError(code, os.strerror(code))
-        ready[0].wait()
+        for ready in moved:
+            ready.wait()
         return offset, max(1, self.clock.now_ns() - start_ns)
 
 

@@ -5,6 +5,7 @@ Imports no GPU package but torch: it is handed CuPy.
 
 import contextlib
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -18,25 +19,26 @@ from flatcake.io.seam import HostMemory
 class CudaEvent:
     """A CUDA event that lives as long as this."""
 
-    def __init__(self, driver: Driver, runtime: Any, handle: int) -> None:
+    def __init__(self, device: "CudaDevice", handle: int) -> None:
         self.handle = handle
-        self._driver, self._runtime, self._destroy = driver, runtime, driver.destroy
+        self._device = device
 
     def __del__(self) -> None:
-        self._destroy(self.handle)
+        self._device.destroy(self.handle)
 
     def done(self) -> bool:
-        return self._driver.is_reached(self.handle)
+        return self._device.is_reached(self.handle)
 
     def wait(self) -> None:
-        self._runtime.eventSynchronize(self.handle)
+        self._device.synchronize(self.handle)
 
 
 class CudaDevice:
     """One CUDA device.  Streams are torch's, which do not wait for the NULL stream.
 
-    A caller's stream may be full, and a call on it wait until it is not: that goes through CuPy, which lets other
-    Python threads run meanwhile.  Our own never are, and their calls keep the interpreter (`io.driver`).
+    Calls on our own streams, in threads of ours, keep the interpreter (`io.driver`).  A caller's stream may be full,
+    and a call on it wait until it is not; a caller's thread may have another device current, or none.  There CuPy is
+    called, which lets other Python threads run meanwhile.
     """
 
     is_host = False
@@ -52,12 +54,14 @@ class CudaDevice:
         self._driver = Driver()
         self._own: set[int] = set()
         """Pointers of the streams made here."""
+        self._entered = threading.local()
         self.enter_thread()
         self.multiprocessors = int(torch.cuda.get_device_properties(self._torch).multi_processor_count)
 
     def enter_thread(self) -> None:
         self._cuda.Device(self._index).use()
         torch.cuda.set_device(self._torch)
+        self._entered.yes = True
 
     def window(self, size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._torch)
@@ -86,27 +90,56 @@ class CudaDevice:
 
     def record(self, stream: Stream) -> Event:
         pointer = stream.cuda_stream
-        if pointer in self._own:
-            event = CudaEvent(self._driver, self._runtime, self._driver.create())
+        if self._is_ours(pointer):
+            event = CudaEvent(self, self._driver.create())
             self._driver.record(event.handle, pointer)
-        else:
-            with self._cuda.Device(self._index):  # The caller's thread may have another one current.
-                handle = self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming)
-                event = CudaEvent(self._driver, self._runtime, handle)
-                self._runtime.eventRecord(handle, pointer)
+            return event
+        with self._cuda.Device(self._index):
+            event = CudaEvent(self, self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+            self._runtime.eventRecord(event.handle, pointer)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         if not isinstance(event, CudaEvent):
             return  # It is reached already.
         pointer = stream.cuda_stream
-        if pointer in self._own:
+        if self._is_ours(pointer):
             self._driver.wait(pointer, event.handle)
         else:
             self._runtime.streamWaitEvent(pointer, event.handle, 0)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        self._driver.copy(target, source, size_bytes, stream.cuda_stream)
+        pointer = stream.cuda_stream
+        if self._is_ours(pointer):
+            self._driver.copy(target, source, size_bytes, pointer)
+        else:
+            self._runtime.memcpyAsync(target, source, size_bytes, self._runtime.memcpyDefault, pointer)
+
+    def is_reached(self, event: int) -> bool:
+        """Whether an event of `record` has been; never raises."""
+        if self._has_entered():
+            return self._driver.is_reached(event)
+        with self._cuda.Device(self._index):
+            return bool(self._runtime.eventQuery(event) == 0)
+
+    def synchronize(self, event: int) -> None:
+        """Block until an event of `record` has been reached."""
+        self._runtime.eventSynchronize(event)
+
+    def destroy(self, event: int) -> None:
+        """Let go of an event of `record`, reached or not."""
+        if self._has_entered():
+            self._driver.destroy(event)
+        else:
+            with contextlib.suppress(RuntimeError), self._cuda.Device(self._index):
+                self._runtime.eventDestroy(event)
+
+    def _is_ours(self, stream: int) -> bool:
+        # Torch's streams come from a pool, so a caller's may be one of ours: the thread counts as well.
+        return stream in self._own and self._has_entered()
+
+    def _has_entered(self) -> bool:
+        return getattr(self._entered, "yes", False)
 
     def mirror(self, size_bytes: int, stream: Stream) -> Mirror:
         host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
