@@ -10,46 +10,7 @@ from torch import Tensor
 
 from flatcake.kernels.copies import CopyRuns, Tables, walk_pages
 from flatcake.kernels.kvtable import KVTable
-from flatcake.kernels.walk import (
-    add_sum,
-    find_units,
-    memory_of,
-    mixed_words,
-    no_words,
-    read_item,
-    tile_units,
-    units_inside,
-    words_of,
-)
-
-
-@triton.jit
-def _scatter_item(
-    item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    ROW_UNITS: tl.constexpr, STEPS: tl.constexpr,
-    TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
-    # Copies a few tiles of units, and adds their sum to that of the piece.
-    piece, chunk, block, row, part_units, start, window_unit = read_item(
-        item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, UNIT
-    )
-    mixed = no_words(TILE, UNIT)
-    if sums_ptr is not None:
-        seed = tl.load(seeds_ptr + piece)
-    first = chunk * (STEPS * TILE)
-    end = tl.minimum(first + STEPS * TILE, part_units)
-    while first < end:
-        unit = tile_units(TILE, UNIT)
-        inside = units_inside(first, unit, part_units, WIDE)
-        value = tl.load(window_ptr + words_of(window_unit + (first + unit), UNIT), mask=inside)
-        place, there = find_units(first, unit, inside, block, row, pages_ptr, PAGES, WIDE)
-        tl.store(memory_of(row, UNIT) + words_of(place, UNIT), value, mask=there)
-        if sums_ptr is not None:
-            mixed += mixed_words(value, inside, first, start, seed, TILE, UNIT, WEYL, SPREAD)
-        first += TILE
-    if sums_ptr is not None:
-        add_sum(sums_ptr, piece, mixed)
+from flatcake.kernels.walk import copy_items
 
 
 # Batches differ in size and in where their slices of a table begin; none may start the compiler again.
@@ -63,20 +24,10 @@ def _scatter_kernel(
     ROW_UNITS: tl.constexpr, LOOP: tl.constexpr, STEPS: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    # A program for each item; or fewer, of which each takes every n-th.
-    item = tl.program_id(0)
-    if LOOP:
-        while item < items:
-            _scatter_item(
-                item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-                CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD,
-            )  # fmt: skip
-            item += tl.num_programs(0)
-    else:
-        _scatter_item(
-            item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-            CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD,
-        )  # fmt: skip
+    copy_items(
+        window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr, items,
+        CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, LOOP, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER=True,
+    )  # fmt: skip
 
 
 def scatter_runs(tables: Tables, kv: KVTable, programs_max: int | None) -> CopyRuns:

@@ -135,3 +135,64 @@ def add_sum(sums_ptr, piece, mixed):
     # Add mixed words to the sum of a piece: once an item, since sums of neighbours share a line of the cache.
     total = tl.sum(tl.ravel(mixed), 0).to(tl.int32, bitcast=True)
     tl.atomic_add(sums_ptr + piece, total, sem="relaxed")
+
+
+@triton.jit
+def copy_item(
+    item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    ROW_UNITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    WEYL: tl.constexpr, SPREAD: tl.constexpr, SCATTER: tl.constexpr,
+):  # fmt: skip
+    # Copies a few tiles of units, and adds the sum of what the window then holds to that of the piece.
+    piece, chunk, block, row, part_units, start, window_unit = read_item(
+        item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, UNIT
+    )
+    mixed = no_words(TILE, UNIT)
+    if sums_ptr is not None:
+        seed = tl.load(seeds_ptr + piece)
+    first = chunk * (STEPS * TILE)
+    end = tl.minimum(first + STEPS * TILE, part_units)
+    while first < end:
+        unit = tile_units(TILE, UNIT)
+        inside = units_inside(first, unit, part_units, WIDE)
+        if SCATTER:  # Its load does not wait for the page.
+            value = tl.load(window_ptr + words_of(window_unit + (first + unit), UNIT), mask=inside)
+        place, there = find_units(first, unit, inside, block, row, pages_ptr, PAGES, WIDE)
+        memory_ptr = memory_of(row, UNIT) + words_of(place, UNIT)
+        if SCATTER:
+            tl.store(memory_ptr, value, mask=there)
+        else:
+            value = tl.load(memory_ptr, mask=there)
+            staged_ptr = window_ptr + words_of(window_unit + (first + unit), UNIT)
+            tl.store(staged_ptr, value, mask=there)
+            if sums_ptr is not None:  # Where there is no page, what the window held before.
+                value = tl.where(there, value, tl.load(staged_ptr, mask=inside & ~there, other=0))
+        if sums_ptr is not None:
+            mixed += mixed_words(value, inside, first, start, seed, TILE, UNIT, WEYL, SPREAD)
+        first += TILE
+    if sums_ptr is not None:
+        add_sum(sums_ptr, piece, mixed)
+
+
+@triton.jit
+def copy_items(
+    window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr, items,
+    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    ROW_UNITS: tl.constexpr, LOOP: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr, SCATTER: tl.constexpr,
+):  # fmt: skip
+    # A program for each item; or fewer, of which each takes every n-th.
+    item = tl.program_id(0)
+    if LOOP:
+        while item < items:
+            copy_item(
+                item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+                CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER,
+            )  # fmt: skip
+            item += tl.num_programs(0)
+    else:
+        copy_item(
+            item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
+            CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER,
+        )  # fmt: skip
