@@ -21,7 +21,7 @@ from flatcake.extents import ExtentTable, FreeRanges
 from flatcake.geometry import Component, Geometry
 from flatcake.gva import Medium, encode_array
 from flatcake.index import MISS, Index
-from flatcake.io.pieces import pieces_of
+from flatcake.io.pieces import Work
 from flatcake.io.plan import PlanLimits, TilePlan, make_tiles
 from flatcake.io.records import ExtentRef, Record
 from flatcake.io.verdict import wanted_sums
@@ -132,13 +132,13 @@ def measure_pieces(sizes: Sizes) -> Figures:
     runs = Runs(np.array([[ref.medium, ref.base_bytes, ref.room_blocks, ref.generation, 0, blocks, 0]]))
     plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=runs, keys=keys)
     tiles = make_tiles(runs, lanes, limits)
-    pieces = pieces_of(plan, tiles, lanes, 1)
+    pieces = Work(plan, tiles, lanes, 1).pieces
     sums = rng.integers(0, 2**32, (blocks, 32), dtype=np.uint64)
     records, payload_bytes = {ref: Record(ref, sums.view(np.uint8).reshape(-1), sums)}, [64 * KiB] * 32
     made = [plan] * sizes.repeats
     return {
         "pieces": len(pieces.table),
-        "pieces_ms": _median_us(lambda each: pieces_of(each, tiles, lanes, 1), made) / 1e3,
+        "pieces_ms": _median_us(lambda each: Work(each, tiles, lanes, 1).pieces, made) / 1e3,
         "verdicts_ms": _median_us(lambda each: wanted_sums(each, pieces, records, payload_bytes), made) / 1e3,
     }
 

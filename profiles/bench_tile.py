@@ -11,15 +11,13 @@ import argparse
 import json
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from common import append_rows, device_name
-from gpu_store import CHAT, GQA, MLA, Model, sequence
+from gpu_store import CHAT, GQA, MLA, Model, pump_cpu_s, sequence
 
 import flatcake
 from flatcake.gva import Medium
@@ -30,7 +28,7 @@ from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.seam import HUGE_PAGE_BYTES, Files, HostMemory
 from flatcake.io.sizing import GPU_RING, GPU_SLOT_BYTES
 from flatcake.io.staged import StagedEngine
-from flatcake.units import GiB, MiB
+from flatcake.units import MiB
 
 
 class Untouched(Files):
@@ -107,24 +105,10 @@ class NoCopies:
 
 def opened(model: Model, tokens: int, *, dram: bool) -> flatcake.Store:
     """A store on the CPU that is told to be one on a GPU."""
-    pages = -(-tokens // model.page_tokens)
-    row = model.page_tokens * model.token_bytes // model.parts
-    kv = flatcake.PagedKV.of_layers(
-        [[torch.empty(pages, row, dtype=torch.uint8) for _ in range(model.parts)] for _ in range(model.layers)],
-        page_tokens=model.page_tokens,
-    )
-    room = -(-int(tokens * model.token_bytes * model.layers * 1.2) // GiB) * GiB + GiB
-    settings = flatcake.StoreConfig(
-        device="cpu",
-        capacity=flatcake.CapacityConfig(dram_bytes_max=room if dram else 0, ssd_bytes_max=0 if dram else room),
-        placement=flatcake.PlacementConfig(agent_tokens_min=10**9 if dram else 1, short_reply_tokens_limit=10**6),
-        io=flatcake.IOConfig(engine="memory", slot_bytes=GPU_SLOT_BYTES),
-    )
-    identity = flatcake.Identity(
-        model=model.name, revision="0", kv_dtype="u8", layout="bench", block_tokens=model.block_tokens
-    )
+    kv, _ = model.paged(tokens, lambda *shape: torch.empty(shape, dtype=torch.uint8))
+    io = flatcake.IOConfig(engine="memory", slot_bytes=GPU_SLOT_BYTES)
     files = Untouched()
-    store = flatcake.open(settings, identity, kv, files=files)
+    store = flatcake.open(model.settings(tokens, dram=dram, device="cpu", io=io), model.identity(), kv, files=files)
     parts, device = store.plane.parts, Nothing(files)
     parts.device, parts.copier = device, NoCopies()
     parts.streams.clear()
@@ -143,12 +127,6 @@ def engine_of(store: flatcake.Store, medium: Medium, device: Nothing, files: Fil
     return StagedEngine(inner, device, files, GPU_RING, parts.pump.watch)
 
 
-def pump_s() -> float:
-    [pump] = [thread for thread in threading.enumerate() if thread.name == "flatcake-pump"]
-    assert pump.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(pump.ident))
-
-
 def measure(model: Model, tokens: int, rounds: int, *, dram: bool) -> dict[str, float]:
     tokens = tokens // model.block_tokens * model.block_tokens
     taken, tiles = [], 0
@@ -157,12 +135,12 @@ def measure(model: Model, tokens: int, rounds: int, *, dram: bool) -> dict[str, 
         assert store.save("s", sequence(tokens), pages, CHAT if dram else flatcake.Turn()).published()
         match = store.match(sequence(tokens))
         for _ in range(rounds + 2):
-            before_s = pump_s()
+            before_s = pump_cpu_s()
             with store.lease(match) as lease:
                 result = store.restore(lease, pages).result()
             assert result.tokens == tokens, result
             tiles = result.tiles
-            taken.append((pump_s() - before_s) / tiles)
+            taken.append((pump_cpu_s() - before_s) / tiles)
     return {"python_us_a_tile": statistics.median(taken[2:]) * 1e6, "tiles": tiles}
 
 

@@ -30,14 +30,30 @@ class Model:
     page_tokens: int
     block_tokens: int
 
-    def paged(self, tokens: int) -> tuple[flatcake.PagedKV, list[list[torch.Tensor]]]:
+    def paged(
+        self, tokens: int, memory: Callable[[int, int], torch.Tensor]
+    ) -> tuple[flatcake.PagedKV, list[list[torch.Tensor]]]:
+        """Room for so many tokens: `memory` makes one component of a layer, uint8 [pages, bytes of a page]."""
         pages = -(-tokens // self.page_tokens)
         row = self.page_tokens * self.token_bytes // self.parts
-        layers = [
-            [torch.randint(0, 255, (pages, row), dtype=torch.uint8, device=DEVICE) for _ in range(self.parts)]
-            for _ in range(self.layers)
-        ]
+        layers = [[memory(pages, row) for _ in range(self.parts)] for _ in range(self.layers)]
         return flatcake.PagedKV.of_layers(layers, page_tokens=self.page_tokens), layers
+
+    def settings(self, tokens: int, *, dram: bool, **others: object) -> flatcake.StoreConfig:
+        """A store on one medium with room for so many tokens."""
+        room = -(-int(tokens * self.token_bytes * self.layers * 1.2) // GiB) * GiB + GiB
+        return flatcake.StoreConfig(
+            capacity=flatcake.CapacityConfig(
+                dram_bytes_max=room if dram else 0, ssd_bytes_max=0 if dram else room, ssd_free_bytes_min=0
+            ),
+            placement=flatcake.PlacementConfig(agent_tokens_min=10**9 if dram else 1, short_reply_tokens_limit=10**6),
+            **others,  # type: ignore[arg-type]
+        )
+
+    def identity(self) -> flatcake.Identity:
+        return flatcake.Identity(
+            model=self.name, revision="0", kv_dtype="u8", layout="bench", block_tokens=self.block_tokens
+        )
 
 
 CHAT = flatcake.Turn(index=2, prior_reply_tokens=1)
@@ -54,22 +70,16 @@ def opened(
 ) -> Iterator[tuple[flatcake.Store, object]]:
     """A store with room for so many tokens; yields it with the engine's tensors."""
     directory = tempfile.mkdtemp(dir=root)
-    kv, layers = model.paged(tokens)
-    room = -(-int(tokens * model.token_bytes * model.layers * 1.2) // GiB) * GiB + GiB
-    settings = flatcake.StoreConfig(
+    kv, layers = model.paged(tokens, lambda *shape: torch.randint(0, 255, shape, dtype=torch.uint8, device=DEVICE))
+    settings = model.settings(
+        tokens,
+        dram=dram,
         directories=() if dram else (directory,),
         device=DEVICE,
-        capacity=flatcake.CapacityConfig(
-            dram_bytes_max=room if dram else 0, ssd_bytes_max=0 if dram else room, ssd_free_bytes_min=0
-        ),
-        placement=flatcake.PlacementConfig(agent_tokens_min=10**9 if dram else 1, short_reply_tokens_limit=10**6),
         layout=flatcake.LayoutConfig(kind=layout),  # type: ignore[arg-type]
         io=flatcake.IOConfig(**io),  # type: ignore[arg-type]
     )
-    identity = flatcake.Identity(
-        model=model.name, revision="0", kv_dtype="u8", layout="bench", block_tokens=model.block_tokens
-    )
-    store = flatcake.open(settings, identity, kv)
+    store = flatcake.open(settings, model.identity(), kv)
     try:
         yield store, layers
     finally:

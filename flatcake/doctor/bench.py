@@ -171,7 +171,7 @@ class Bench:
         while True:
             while idle and offset < size_bytes and (self.clock.now_ns() - start_ns < SWEEP_NS_MAX or not offset):
                 buffer = idle.pop()
-                step = min(size_bytes - offset, buffer.tensor.numel())
+                step = min(size_bytes - offset, buffer.size_bytes)
 
                 def done(results: list[Result], ready: Event, buffer: Buffer = buffer, step: int = step) -> None:
                     moved.append(ready)

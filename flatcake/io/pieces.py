@@ -40,7 +40,7 @@ def expand(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Genera
         lanes: Sizes of pieces.
         layout: 64-bit digest of the geometry.
 
-    Cost: O(pieces) array elements, some 0.1 ms a share; fresh memory would cost more than all arithmetic.
+    Cost: O(pieces) array elements; fresh memory would cost more than all arithmetic.
     """
     ends = np.concatenate([[0], tiles.segments[:, 3].cumsum()])
     count = int(ends[-1])
@@ -62,17 +62,6 @@ def expand(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Genera
     return Pieces(table=table, tile_pieces=ends[tiles.tile_segments], seeds=seeds)
 
 
-def pieces_of(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Pieces:
-    """What `expand` makes, at once."""
-    shares = expand(plan, tiles, lanes, layout)
-    while True:
-        try:
-            next(shares)
-        except StopIteration as end:
-            made: Pieces = end.value
-            return made
-
-
 class Work:
     """A plan, expanded for one data plane.
 
@@ -89,7 +78,9 @@ class Work:
     def pieces(self) -> Pieces:
         """Made here and now unless they are there."""
         if self._pieces is None:
-            self._pieces = pieces_of(self.plan, self.tiles, self._lanes, self._layout)
+            for _ in self.make_pieces():
+                pass
+        assert self._pieces is not None
         return self._pieces
 
     def make_pieces(self) -> Iterator[None]:

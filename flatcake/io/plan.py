@@ -269,7 +269,6 @@ def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
         if stop < count and at[stop] <= end_bytes:
             stop = bisect_right(at, end_bytes, stop)
         cuts.append(stop)
-        if limit_bytes < slot_bytes:
-            limit_bytes = min(limit_bytes * TILE_GROWTH, slot_bytes)
+        limit_bytes = min(limit_bytes * TILE_GROWTH, slot_bytes)
         end_bytes = at[stop - 1] + limit_bytes
     return np.array(cuts, np.int64)

@@ -8,7 +8,7 @@ window.  A restore is over when the device has reached the last of these events.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from flatcake.io.device import DoneEvent, Event, Point, Stream
+from flatcake.io.device import NOW, Event, Point, Stream
 from flatcake.io.engine import Buffer, Result
 from flatcake.io.judging import Judging
 from flatcake.io.parts import Parts
@@ -31,7 +31,7 @@ class Reading:
         self._next_tile = 0
         self._in_flight = 0
         """Tiles that are being read."""
-        self._last: Point = DoneEvent()
+        self._last: Point = NOW
         """After it, the device is through with all tiles that have been read."""
         self._is_ending = False
         self._has_started = False

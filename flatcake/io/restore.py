@@ -14,7 +14,7 @@ import numpy as np
 
 from flatcake.clock import Clock
 from flatcake.errors import ShapeError
-from flatcake.io.device import Device, DoneEvent, Event
+from flatcake.io.device import NOW, Device, Event
 from flatcake.io.plan import TilePlan
 
 
@@ -53,10 +53,10 @@ class Restore:
         self._changed = threading.Condition(self.lock)
         moved = np.zeros(layers, np.bool_)
         moved[tiles.segments[:, 1]] = True
-        self.layer_event: list[Event | None] = [None if each else DoneEvent() for each in moved.tolist()]
+        self.layer_event: list[Event | None] = [None if each else NOW for each in moved.tolist()]
         """Of layers that are ready; where nothing is moved, from the start."""
         self.layer_verified: list[bool] = (~moved).tolist()
-        self.last_event: Event = DoneEvent()
+        self.last_event: Event = NOW
         self.first_bad: int | None = None
         self.reason = ""
         self.damaged: set[int] = set()

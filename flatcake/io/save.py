@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flatcake.io.device import DoneEvent, Event
+from flatcake.io.device import NOW, Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,6 @@ class Save:
     def ended(cls, blocks: int, reason: str) -> "Save":
         """A save that is over before it began: refused, or nothing was left to write."""
         save = cls(blocks, lambda: None)
-        save.note_reusable(DoneEvent())
+        save.note_reusable(NOW)
         save.end(0, reason)
         return save

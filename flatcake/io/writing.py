@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from flatcake.io.device import DoneEvent, Event, Stream
+from flatcake.io.device import NOW, Event, Stream
 from flatcake.io.engine import Buffer, Result
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
@@ -30,13 +30,13 @@ class Writing:
         self._parts, self._save, self._work, self._report = parts, save, work, report
         self._next_tile = 0
         self._in_flight = 0
-        self._last_gather: Event = DoneEvent()
+        self._last_gather: Event = NOW
         self._recording = Recording(parts, work.plan, self._on_recorded)
         self._is_recording = False
         self._is_over = False
         self._bad_block: int | None = None
         self._reason = ""
-        self._fetched: Event = DoneEvent()
+        self._fetched: Event = NOW
         """After it, the checksums of all pieces are on the host."""
         self._sums: npt.NDArray[np.uint64] | None = None
         """uint64 [blocks of the request, layers]: the finished checksums, 0 where they are off; None until then."""

@@ -33,8 +33,6 @@ SPREAD = 0xD1342543DE82EF95
 _WORDS_CHUNK = 1 << 16
 _LOW = 0xFFFFFFFF
 _ALL = 0xFFFFFFFFFFFFFFFF
-_MIX = tuple(map(np.uint64, (WEYL, 30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)))
-"""Step, then shifts and factors in turn: made once, for to make a number costs as much as to use it on a few blocks."""
 
 Sums = npt.NDArray[np.uint32]
 
@@ -183,14 +181,13 @@ def _unmix32(x: Sums) -> Sums:
 
 def _mix64(state: npt.NDArray[np.uint64], value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Take another value in."""
-    weyl, first, factor, second, last_factor, last = _MIX
     x = state ^ value
-    x += weyl
-    x ^= x >> first
-    x *= factor
-    x ^= x >> second
-    x *= last_factor
-    x ^= x >> last
+    x += np.uint64(WEYL)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
     return x
 
 

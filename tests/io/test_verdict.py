@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flatcake.io.pieces import pieces_of
+from flatcake.io.pieces import Work
 from flatcake.io.plan import make_tiles
 from flatcake.io.records import ExtentRef, Record, RecordBook
 from flatcake.io.verdict import wanted_sums
@@ -30,7 +30,7 @@ def setup() -> tuple[Plan, dict[ExtentRef, Record]]:
 
 def test_wanted_sums_come_from_the_slot_and_layer_of_each_piece() -> None:
     plan, records = setup()
-    pieces = pieces_of(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1)
+    pieces = Work(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1).pieces
     wanted = {}
     for (*_, slot, count, first), base in zip(ROWS, (1000, 2000), strict=True):
         for nth in range(count):
