@@ -104,11 +104,9 @@ class Chunk:
 
 
 def _parts(size_bytes: int, size_bytes_max: int, room_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a transfer: bytes before the part, its bytes, offset in a buffer; the first goes into `room_bytes` if it fits
-    whole."""
+    """Cut a transfer: bytes before the part, its bytes, offset in a buffer; the first goes into `room_bytes`."""
     start = 0
     while start < size_bytes:
-        at = size_bytes_max - room_bytes if 0 < size_bytes - start <= room_bytes else 0
-        step = min(size_bytes - start, size_bytes_max)
-        yield start, step, at
+        step = min(size_bytes - start, room_bytes or size_bytes_max)
+        yield start, step, -room_bytes % size_bytes_max
         start, room_bytes = start + step, 0
