@@ -54,7 +54,8 @@ def cut_tiles(
     while begin + limit_bytes < end:
         number = bisect_right(stop_of, begin + limit_bytes)
         start, piece, head = start_of[number], piece_of[number], head_of[number]
-        blocks = max(0, begin + limit_bytes - start) // piece
+        room_bytes = begin + limit_bytes - start
+        blocks = room_bytes // piece if room_bytes > 0 else 0
         head_start = start_of[head]
         if begin < head_start and start + blocks * piece - head_start < limit_bytes // _PART:
             number, start, blocks = head, head_start, 0
@@ -67,7 +68,8 @@ def cut_tiles(
                 start = start_of[number]
         cuts.append((number, blocks))
         begin = start + blocks * piece
-        limit_bytes = min(limit_bytes * _GROWTH, slot_bytes)
+        if limit_bytes < slot_bytes:
+            limit_bytes = min(limit_bytes * _GROWTH, slot_bytes)
     return np.array(cuts, np.int64).reshape(-1, 2)
 
 

@@ -72,6 +72,7 @@ class Reading:
         self._unread = list(self._work.layer_tiles)
         self._copy = parts.copier.start(self._tiles, pieces, pages, self._stream, sums=parts.verify)
         self._judging.use(self._copy)
+        yield
         for rows in pieces.shares():
             self._copy.push(rows)
             self._tiles_ready = pieces.tiles_made
