@@ -88,7 +88,7 @@ class Reading:
                 pump.post(lambda: self._make_ready(steps))
                 break
         except BaseException:
-            self._restore.cancel("internal error")
+            pump.post(lambda: self.drop("internal error"))  # After all have heard of it.
             raise
         for tile in [tile for tile in self._early if tile < self._tiles_ready]:
             pump.post(self._early.pop(tile))

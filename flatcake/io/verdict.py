@@ -45,6 +45,7 @@ class WantedSums:
 
         Cost: O(rows) array elements, a share at once: a verdict then only compares.
         """
+        assert rows.stop <= self._pieces.made, (rows, self._pieces.made)
         while self._made < rows.stop:
             share = slice(self._made, min(self._made + SHARE, self._pieces.made))
             _, block, layer = self._pieces.table[share].T

@@ -43,8 +43,8 @@ MUTATIONS = (
     mutation(
         "checksums are not compared",
         "io/judging.py",
-        "found[start:end] != wanted[start:end]",
-        "found[start:end] != found[start:end]",
+        "self._copy.sums[rows] != self._wanted.of(rows)",
+        "self._copy.sums[rows] != self._copy.sums[rows]",
         f"{_DATAPLANE}::test_a_flipped_bit_fails_its_block",
         f"{_DATAPLANE}::test_pieces_in_each_others_place_fail",
     ),
@@ -106,7 +106,7 @@ MUTATIONS = (
     mutation(
         "a restore does not wait for its pages' last reader",
         "io/reading.py",
-        "self._parts.device.wait(self._stream, after)\n",
+        "parts.device.wait(self._stream, after)\n",
         "pass\n",
         f"{_ATTACK}/test_streams.py::test_pages_are_read_after_their_producer_and_written_after_their_reader",
     ),
@@ -118,9 +118,16 @@ MUTATIONS = (
         f"{_ATTACK}/test_streams.py::test_a_scatter_waits_for_its_own_tile_and_for_none_that_was_asked_for_later",
     ),
     mutation(
+        "a tile is scattered before its pieces are made",
+        "io/reading.py",
+        "        if tile >= self._tiles_ready and not self._restore.dropped:\n",
+        "        if not self._tiles_ready and not self._restore.dropped:\n",
+        "tests/io/test_reading.py::test_a_tile_is_not_scattered_before_its_pieces_are_made",
+    ),
+    mutation(
         "a slot is used again before its scatter",
         "io/shelf.py",
-        "        if after.done():\n            self.free.append(buffer)\n        else:\n"
+        "        if after is NOW:\n            self.free.append(buffer)\n        else:\n"
         "            self.coming.setdefault(line, deque()).append((after, buffer))\n",
         "        if True:\n            self.free.append(buffer)\n        else:\n"
         "            self.coming.setdefault(line, deque()).append((after, buffer))\n",

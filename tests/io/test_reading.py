@@ -1,7 +1,7 @@
 """The start of a restore on the pump's thread: what the media wait for, and what is made while they are at work."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ from flatcake.assemble import RECORD_CACHE_BYTES
 from flatcake.catalog import Refused
 from flatcake.gva import Medium
 from flatcake.io.device import CpuDevice, DoneEvent, Event, Stream
-from flatcake.io.engine import Buffer, Done, Engine, Transfer
+from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer
 from flatcake.io.pieces import SHARE, Pieces, Work
 from flatcake.io.plan import make_tiles
 from flatcake.io.reading import Reading
@@ -281,4 +281,60 @@ def test_pieces_are_expanded_a_share_a_turn_wherever_records_come_from(is_cached
         assert (handle.result().blocks, handle.result().reason) == (blocks, "")
         seen = vars(work.pieces)["seen"]
         assert seen == list(range(len(seen))) and len(seen) > 1, "all were expanded in one turn"
+        check(store)
+
+
+class Answers:
+    """An engine that counts the reads that it has answered."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner, self.count = inner, 0
+
+    def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
+        def count(results: list[Result], ready: Event) -> None:
+            done(results, ready)
+            self.count += 1
+
+        self._inner.read(batch, buffer, count)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+class Late(Pieces):
+    """Pieces of which the first segment is made, and the others when all slots have been read."""
+
+    answers: Answers
+    slots: int
+
+    def shares(self) -> Iterator[slice]:
+        yield self._make(0, 1)
+        while self.answers.count < self.slots:
+            yield slice(self.made, self.made)
+        for _ in range(10):  # Turns in which what has been read would be scattered.
+            yield slice(self.made, self.made)
+        yield self._make(1, len(self._segments))
+
+
+class Later(Work):
+    """A plan with such pieces."""
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return Late(self.plan, self.tiles, self._lanes, self._layout)
+
+
+def test_a_tile_is_not_scattered_before_its_pieces_are_made() -> None:
+    memory = Memory(simple_layout(layers=LAYERS, dim=4, page_count=64))
+    with make_store(memory) as store:
+        tokens, pages = many(store, memory, 6)
+        parts = store.plane.parts
+        io = parts.media[Medium.SSD]
+        Late.answers, Late.slots = Answers(io.engine), parts.window.slots
+        parts.media = {**parts.media, Medium.SSD: io._replace(engine=Late.answers)}  # type: ignore[arg-type]
+        handle, work = begin(store, tokens, pages[:12], Later)
+        assert work.tiles.tile_segments[1] == 1, "the first tile needs more than is made at first"
+        assert (handle.result().blocks, handle.result().reason) == (6, "")
+        fence(store)
+        parts.media = {**parts.media, Medium.SSD: io}
         check(store)
