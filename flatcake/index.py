@@ -201,6 +201,10 @@ class Index:
             if not len(rows):
                 break
             nth, lane = (firsts.take(buckets, axis=0) == first[rows, None]).nonzero()
+            if not len(nth):
+                left = self._passed.take(buckets).nonzero()[0]
+                rows, buckets = rows[left], (buckets[left] + 1) % self._buckets
+                continue
             slot, row = buckets[nth] * _LANES + lane, rows[nth]
             # The halves are compared before and after the address is read.  A writer that gives the slot to
             # another key writes MISS, then the halves, then the address: one of the three gives it away.

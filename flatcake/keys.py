@@ -9,6 +9,7 @@ Read path:  tokens -> [keys] -> index -> plan
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ _TOKEN_BYTES = 4
 _TOKEN_LIMIT = 1 << (8 * _TOKEN_BYTES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Identity:
     """Everything about a store that changes the bytes of a block (its tokens, salt and extra aside)."""
 
@@ -57,6 +58,10 @@ class Identity:
 
     def digest(self) -> bytes:
         """Digest all fields with their names as 16 bytes, equal in every process and on every machine."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         parts = [text for field in fields(self) for text in (field.name, str(getattr(self, field.name)))]
         return _digest(b"flatcake.ident", *(part.encode() for part in parts))
 

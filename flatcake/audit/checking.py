@@ -91,7 +91,7 @@ class Checker:
         self._payload_bytes = [about.geometry.payload_bytes(layer) for layer in layers]
         self._parts = [component_parts(about, layer) for layer in layers]
         self._has_sums = about.verify
-        slot_bytes = max(SLOT_BYTES, align_up(int(self._lanes.piece_bytes.max()), DIRECT_BYTES))
+        slot_bytes = max(SLOT_BYTES, align_up(self._lanes.piece_bytes_max, DIRECT_BYTES))
         self._limits = PlanLimits(
             gap_bytes_limit=0,
             read_bytes_max=slot_bytes,

@@ -88,7 +88,7 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
     Cost: O(layers × runs) array elements after an O(runs log runs) sort.  Source: paper §3.4.
     """
     read_bytes_max = min(limits.read_bytes_max, limits.slot_bytes)
-    piece_bytes_max = int(lanes.piece_bytes.max())
+    piece_bytes_max = lanes.piece_bytes_max
     if piece_bytes_max > read_bytes_max:
         raise PlanError(
             f"a piece has {piece_bytes_max} bytes, a read or slot at most {read_bytes_max}; "
@@ -102,11 +102,14 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
     kept = None
     if wanted is not None:
         kept = wanted[:, table[:, FIRST_BLOCK]]
-        opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
+        if opens is not None:
+            opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
     return _tile(table, starts, ends, opens, kept, limits)
 
 
 def _sorted(table: Int64Array) -> Int64Array:
+    if len(table) < 2:
+        return table
     return table[np.lexsort((table[:, FIRST_SLOT], table[:, BASE], table[:, MEDIUM]))]
 
 
@@ -155,8 +158,10 @@ def _ranges(table: Int64Array, lanes: LaneTable) -> tuple[Int64Array, Int64Array
 
 def _read_breaks(
     table: Int64Array, starts: Int64Array, ends: Int64Array, limits: PlanLimits, read_bytes_max: int
-) -> npt.NDArray[np.bool_]:
-    """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
+) -> npt.NDArray[np.bool_] | None:
+    """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it; None: all do."""
+    if len(table) < 2:
+        return None
     opens = np.empty(starts.shape, np.bool_)
     opens[:, :1] = True
     # An extent lies in one file, so neighbours are in one file in every layer or in none.
@@ -164,9 +169,10 @@ def _read_breaks(
     apart = (media[1:] != media[:-1]) | (files[1:] != files[:-1])
     holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
     np.logical_or(holes >= max(1, limits.gap_bytes_limit), apart, out=opens[:, 1:])
-    if not opens.all():
-        for layer in np.flatnonzero(~opens.all(axis=1)):
-            _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
+    if opens.all():
+        return None
+    for layer in np.flatnonzero(~opens.all(axis=1)):
+        _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
     return opens
 
 
@@ -185,37 +191,36 @@ def _tile(
     table: Int64Array,
     starts: Int64Array,
     ends: Int64Array,
-    opens: npt.NDArray[np.bool_],
+    opens: npt.NDArray[np.bool_] | None,
     kept: npt.NDArray[np.bool_] | None,
     limits: PlanLimits,
 ) -> TilePlan:
     """Put the ranges, or what is kept of them, in reads and those in tiles, layer by layer."""
-    segments, starts, ends, opens = _segments(table, starts), starts.ravel(), ends.ravel(), opens.ravel()
-    firsts = at = opens.nonzero()[0]
+    segments, starts, ends = _segments(table, starts), starts.ravel(), ends.ravel()
+    opens = None if opens is None else opens.ravel()
+    at = None
     if kept is not None:
-        rows = np.flatnonzero(kept)
-        segments, starts, ends, opens = segments[rows], starts[rows], ends[rows], opens[rows]
-        firsts = opens.nonzero()[0]
-        at = rows[firsts]
-    bounds = np.concatenate([firsts, [len(opens)]])
+        at = np.flatnonzero(kept)
+        segments, starts, ends = segments[at], starts[at], ends[at]
+        opens = None if opens is None else opens[at]
+    bounds = np.arange(len(starts) + 1) if opens is None else np.append(opens.nonzero()[0], len(starts))
+    firsts = bounds[:-1]
     reads = np.empty((len(firsts), 4), np.int64)
-    reads[:, 0] = table[at % max(1, len(table)), MEDIUM]
+    reads[:, 0] = table[(firsts if at is None else at[firsts]) % max(1, len(table)), MEDIUM]
     reads[:, 1] = starts[firsts]
     reads[:, 2] = read_bytes = ends[bounds[1:] - 1] - reads[:, 1]
-    slot_offset = read_bytes.cumsum()
-    tile_reads = _fill(slot_offset, limits)
-    slot_offset -= read_bytes
-    slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], tile_reads[1:] - tile_reads[:-1])
-    reads[:, 3] = slot_offset
+    tile_reads, reads[:, 3] = _fill(read_bytes, limits)
     tile_segments = bounds[tile_reads]
     heads = _heads(reads, tile_reads, limits)
+    segment_read = firsts
     if heads is not None:
-        opens = np.zeros(len(opens), np.bool_)
-        opens[firsts[heads]] = True
-        reads, tile_reads = reads[heads], heads.searchsorted(tile_reads)
+        firsts, reads, tile_reads = firsts[heads], reads[heads], heads.searchsorted(tile_reads)
         reads[:, 2] = np.add.reduceat(read_bytes, heads)
-    segment_read = opens.cumsum(dtype=np.int64)
-    segment_read -= 1
+    if len(reads) < len(starts):
+        opens = np.zeros(len(starts), np.bool_)
+        opens[firsts] = True
+        segment_read = opens.cumsum(dtype=np.int64)
+        segment_read -= 1
     segments[:, 0] += (reads[:, 3] - reads[:, 1])[segment_read]
     return TilePlan(
         reads=reads,
@@ -255,17 +260,29 @@ def _heads(reads: Int64Array, tile_reads: Int64Array, limits: PlanLimits) -> Int
     return stays.nonzero()[0]
 
 
-def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
-    """int64 [tiles + 1]: pack reads into tiles, greedily and in order; the first tiles are small.
+def _fill(sizes: Int64Array, limits: PlanLimits) -> tuple[Int64Array, Int64Array | int]:
+    """Pack reads of these bytes into tiles, greedily and in order; the first tiles are small.
 
-    `ends` has the bytes of all reads up to the end of each.
+    Returns int64 [tiles + 1], as `TilePlan.tile_reads`, and where each read begins in its slot.
     """
+    count = len(sizes)
+    if count and 2 * int(sizes.min()) > limits.slot_bytes:  # No two fit, as in a long context.
+        return np.arange(count + 1), 0
+    ends = sizes.cumsum()
+    cuts = _cuts(ends, limits)
+    starts = ends - sizes
+    starts -= np.repeat(starts[cuts[:-1]], cuts[1:] - cuts[:-1])
+    return cuts, starts
+
+
+def _cuts(ends: Int64Array, limits: PlanLimits) -> Int64Array:
+    """The tiles, where `ends` has the bytes of all reads up to the end of each."""
     slot_bytes, stop, cuts, count = limits.slot_bytes, 0, [0], len(ends)
     end_bytes = limit_bytes = min(limits.first_tile_bytes, slot_bytes)
     # Looking at an element of a list is quick, making one is not: worth it while there are few reads a tile.
     at: Sequence[int] = ends.tolist() if count < _LIST_MAX else ends  # type: ignore[assignment]
     while stop < count:
-        stop += 1  # One read at least; of a long context no second one fits.
+        stop += 1  # One read at least.
         if stop < count and at[stop] <= end_bytes:
             stop = bisect_right(at, end_bytes, stop)
         cuts.append(stop)
