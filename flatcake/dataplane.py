@@ -7,6 +7,7 @@ catalog elsewhere sends it plans.
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -59,6 +60,7 @@ class DataPlane:
         self.before_release: Callable[[int], object] = lambda end_ns: None
         """Called at close when no I/O is in flight, and files and memory are still there."""
         self._geometry = geometry
+        self._write_limits = replace(parts.limits, gap_bytes_limit=0, first_tile_bytes=parts.limits.slot_bytes)
         self._restores_max = restores_max
         self._close_parts = close_parts
         self._lock = threading.Lock()
@@ -136,7 +138,7 @@ class DataPlane:
         self._require_open()
         if not isinstance(pages, PageTable):
             pages = self.check_pages(pages, len(plan.keys), plan.runs.column(FIRST_BLOCK).min(initial=len(plan.keys)))
-        table, work = pages.rows, self._expand(plan, self._write_limits())
+        table, work = pages.rows, self._expand(plan, self._write_limits)
         producer = self.parts.device.stream_of(stream)
 
         def begin() -> None:
@@ -274,16 +276,6 @@ class DataPlane:
     def _expand(self, plan: Plan, limits: PlanLimits, wanted: Wanted | None = None) -> Work:
         tiles = make_tiles(plan.runs, self.parts.lanes, limits, wanted)
         return Work(plan, tiles, self.parts.lanes, self.parts.layout)
-
-    def _write_limits(self) -> PlanLimits:
-        limits = self.parts.limits
-        return PlanLimits(
-            gap_bytes_limit=0,
-            read_bytes_max=limits.read_bytes_max,
-            slot_bytes=limits.slot_bytes,
-            file_bytes=limits.file_bytes,
-            first_tile_bytes=limits.slot_bytes,
-        )
 
     def _mark(self, stream: object) -> Event:
         device = self.parts.device

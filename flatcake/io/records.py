@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from flatcake.io.engine import Buffer
 from flatcake.io.seam import ByteArray
 from flatcake.keys import FORMAT_VERSION
 from flatcake.layout import RECORD_BYTES_PER_PIECE, RECORD_HEADER_BYTES, LaneTable
@@ -52,6 +54,8 @@ class Record:
     """uint8 [record bytes], aligned for direct I/O."""
     sums: npt.NDArray[np.uint64]
     """uint64 [room, layers]: a view of `raw`."""
+    buffer: Buffer
+    """`raw`, for engines."""
     users: int = 0
     """Restores and saves that need it in memory."""
     is_stored: bool = False
@@ -73,7 +77,7 @@ class RecordBook:
     def blank(self, ref: ExtentRef) -> Record:
         """A record with a valid header and no sums; what was known of the extent's last tenant is dropped."""
         record = self._new(ref)
-        record.raw[: _HEADER.size] = np.frombuffer(_HEADER.pack(*self._header(ref)), np.uint8)
+        _HEADER.pack_into(record.raw.data, 0, *self._header(ref))
         self._keep(record)
         return record
 
@@ -151,7 +155,8 @@ class RecordBook:
         raw = aligned_bytes(size_bytes)
         layers = self._lanes.layer_count
         table = raw[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + ref.room_blocks * layers * RECORD_BYTES_PER_PIECE]
-        return Record(ref, raw, table.view(np.uint64).reshape(ref.room_blocks, layers))
+        sums = table.view(np.uint64).reshape(ref.room_blocks, layers)
+        return Record(ref, raw, sums, Buffer(torch.from_numpy(raw), raw))
 
     def _keep(self, record: Record) -> None:
         key = (record.ref.medium, record.ref.base_bytes)

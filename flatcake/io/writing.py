@@ -6,6 +6,7 @@ follows when nothing is in flight any more.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,6 @@ class Writing:
         self._has_started = False
         self._stream: Stream = None
         self._copy: TileCopy
-        self._mover: TileMover
 
     def start(self, pages: Int64Array, after: Event) -> None:
         """Begin, unless it is over; `after` is waited for on the device before the first gather."""
@@ -52,7 +52,6 @@ class Writing:
         parts, work = self._parts, self._work
         self._has_started = True
         self._stream = parts.take_stream()
-        self._mover = TileMover(parts, work.tiles, write=True)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
         if any(parts.book.is_stale(ref) for ref in self._recording.runs):
@@ -98,6 +97,10 @@ class Writing:
             self._is_recording = True
             self._recording.start(self._sums)
 
+    @cached_property
+    def _mover(self) -> TileMover:
+        return TileMover(self._parts, self._work.tiles, write=True)
+
     def _gather(self, slot: Buffer) -> None:
         tile = self._next_tile
         self._next_tile += 1
@@ -114,6 +117,7 @@ class Writing:
             if self._parts.verify:
                 self._copy.fetch_sums(range(self._next_tile))
             self._fetched = self._parts.device.record(self._stream)
+        assert self._mover  # The first is gathered meanwhile.
         self._parts.pump.when(event, lambda: self._on_gathered(tile, slot), self)
 
     def _on_failed(self, slot: Buffer) -> None:
