@@ -264,10 +264,9 @@ class Catalog:
     def _save_plan(
         self, keys: KeyArray, gvas: GvaArray, reserved: Reservation, pinned: list[Scope], now_ns: int
     ) -> Plan:
-        targets, at = gvas.copy(), 0
-        for part in reserved.slots:
-            targets[reserved.blocks[at : at + part.count]] = self.space.gvas(part)
-            at += part.count
+        targets = gvas.copy()
+        if reserved.slots:
+            targets[reserved.blocks] = np.concatenate([self.space.gvas(part) for part in reserved.slots])
         self.counts["save_blocks_skipped"] += len(keys) - len(reserved.blocks)
         self.counts["dram_spills"] += reserved.spilled
         entry = OpenPlan(

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
 from sortedcontainers import SortedDict, SortedList
 
 from flatcake.gva import Medium
@@ -195,11 +193,6 @@ class ExtentTable:
         """Offset of the layer-0 piece of block `slot` of an extent: the GVA's offset field."""
         first = extent.base_bytes + self.lanes.first_piece_offset(extent.room_blocks)
         return first + slot * int(self.lanes.piece_bytes[0])
-
-    def piece_offsets(self, extent: Extent, slot: int, blocks: int) -> npt.NDArray[np.int64]:
-        """int64 [blocks]: the same for consecutive blocks from `slot` on."""
-        first, piece_bytes = self.piece_offset(extent, slot), int(self.lanes.piece_bytes[0])
-        return np.arange(first, first + blocks * piece_bytes, piece_bytes, dtype=np.int64)
 
     def slot_of(self, extent: Extent, offset_bytes: int) -> int:
         """Inverse of `piece_offset`."""

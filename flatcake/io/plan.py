@@ -266,7 +266,7 @@ def _fill(sizes: Int64Array, limits: PlanLimits) -> tuple[Int64Array, Int64Array
     Returns int64 [tiles + 1], as `TilePlan.tile_reads`, and where each read begins in its slot.
     """
     count = len(sizes)
-    if count and 2 * int(sizes.min()) > limits.slot_bytes:  # No two fit, as in a long context.
+    if (sizes[1:] + sizes[:-1] > limits.slot_bytes).all():  # No two fit, as in a long context.
         return np.arange(count + 1), 0
     ends = sizes.cumsum()
     cuts = _cuts(ends, limits)
