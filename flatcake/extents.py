@@ -150,15 +150,18 @@ class ExtentTable:
         Returns:
             The extent, or None when not even one block fits.  Cost: O(log n).
         """
-        room = min(room_blocks, self.room_left())
-        if room < 1:
-            return None
-        self.shrunk_count += room < room_blocks
-        base = self.ranges.allocate(self.lanes.extent_bytes(room))
+        room, size_bytes = room_blocks, self.lanes.extent_bytes(room_blocks)
+        if room < 1 or size_bytes > self.ranges.largest_bytes:
+            room = min(room, self.room_left())
+            if room < 1:
+                return None
+            self.shrunk_count += 1
+            size_bytes = self.lanes.extent_bytes(room)
+        base = self.ranges.allocate(size_bytes)
         assert base is not None
         extent = Extent(self.medium, base, room, generation, scope_id)
         self._by_base[base] = extent
-        self.used_bytes += self.lanes.extent_bytes(room)
+        self.used_bytes += size_bytes
         return extent
 
     def restore(self, extents: Sequence[Extent]) -> None:

@@ -200,8 +200,9 @@ class Index:
 
     def _find(self, first: Words, last: Words) -> tuple[Numbers, Words]:
         """Find the slot (-1 where absent) and the address (`MISS` where absent) of each key."""
-        slots = np.full(len(first), -1, np.int64)
-        gvas = np.full(len(first), MISS, np.uint64)
+        slots, gvas = np.empty(len(first), np.int64), np.empty(len(first), np.uint64)
+        slots.fill(-1)
+        gvas.fill(MISS)
         rows, buckets = np.arange(len(first)), self._home(first, last)
         firsts = self._first.reshape(-1, _LANES)
         for _ in range(self._buckets):

@@ -83,7 +83,7 @@ def runs_of(slots: list[Slots], blocks: Int64Array) -> Runs:
                 nth += 1
             stop = min(end, cuts[nth]) if nth < len(cuts) else end
             slot = part.first + at - begin
-            row = (extent.medium, extent.base_bytes, extent.room_blocks, extent.generation, slot, stop - at)
+            row = (int(extent.medium), extent.base_bytes, extent.room_blocks, extent.generation, slot, stop - at)
             rows.append((*row, int(blocks[at])))
             at = stop
     return Runs(np.array(rows, np.int64).reshape(-1, RUN_COLUMNS))

@@ -158,6 +158,8 @@ class Space:
         table = self.tables[medium]
         enough_bytes = table.lanes.extent_bytes(blocks_max)
         free_bytes = int(table.ranges.size_bytes * self._marks.high) - table.used_bytes
+        if free_bytes >= enough_bytes:
+            return blocks_max
         for scope in self.scopes.victims(medium, now_ns):
             if free_bytes >= enough_bytes or not self._may_drop(scope, now_ns):
                 break

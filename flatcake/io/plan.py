@@ -164,13 +164,13 @@ def _read_breaks(
         return None
     opens = np.empty(starts.shape, np.bool_)
     opens[:, :1] = True
-    # An extent lies in one file, so neighbours are in one file in every layer or in none.
-    media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
-    apart = (media[1:] != media[:-1]) | (files[1:] != files[:-1])
     holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
-    np.logical_or(holes >= max(1, limits.gap_bytes_limit), apart, out=opens[:, 1:])
+    np.greater_equal(holes, max(1, limits.gap_bytes_limit), out=opens[:, 1:])
     if opens.all():
         return None
+    # An extent lies in one file, so neighbours are in one file in every layer or in none.
+    media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
+    opens[:, 1:] |= (media[1:] != media[:-1]) | (files[1:] != files[:-1])
     for layer in np.flatnonzero(~opens.all(axis=1)):
         _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
     return opens
