@@ -23,6 +23,8 @@ def rows_to_commit(plan: OpenPlan) -> list[TurnRow]:
     """What the manifest must know before a save is published: a row for each scope on SSD; DRAM dies with us."""
     if plan.kind is not PlanKind.SAVE or plan.first_bad_block is not None:
         return []
+    if not any(part.scope.medium is Medium.SSD for part in plan.slots):
+        return []
     rows = []
     for scope, (slots, blocks) in _shares(plan).items():
         if scope.medium is Medium.SSD:
