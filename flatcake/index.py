@@ -203,29 +203,27 @@ class Index:
         slots, gvas = np.empty(len(first), np.int64), np.empty(len(first), np.uint64)
         slots.fill(-1)
         gvas.fill(MISS)
-        rows, buckets = np.arange(len(first)), self._home(first, last)
+        rows, buckets, wanted = np.arange(len(first)), self._home(first, last), first
         firsts = self._first.reshape(-1, _LANES)
         for _ in range(self._buckets):
-            if not len(rows):
-                break
-            nth, lane = (firsts.take(buckets, axis=0) == first[rows, None]).nonzero()
-            if not len(nth):
+            nth, lane = (firsts.take(buckets, axis=0) == wanted[:, None]).nonzero()
+            if len(nth):
+                slot, row = buckets[nth] * _LANES + lane, rows[nth]
+                # The halves are compared before and after the address is read.  A writer that gives the slot to
+                # another key writes MISS, then the halves, then the address: one of the three gives it away.
+                # Only a slot that went to another key and back in between is missed, and the lease catches that.
+                gva = self._gvas.take(slot)
+                same = (gva != MISS) & (self._first.take(slot) == first[row]) & (self._last.take(slot) == last[row])
+                row = row[same]
+                slots[row], gvas[row] = slot[same], gva[same]
+                left = (gvas[rows] == MISS).nonzero()[0]
+                left = left[self._passed.take(buckets[left]) > 0] if len(left) else left
+            else:
                 left = self._passed.take(buckets).nonzero()[0]
-                rows, buckets = rows[left], (buckets[left] + 1) % self._buckets
-                continue
-            slot, row = buckets[nth] * _LANES + lane, rows[nth]
-            # The halves are compared before and after the address is read.  A writer that gives the slot to
-            # another key writes MISS, then the halves, then the address: one of the three gives it away.
-            # Only a slot that went to another key and back in between is missed, and the lease catches that.
-            gva = self._gvas.take(slot)
-            same = (gva != MISS) & (self._first.take(slot) == first[row]) & (self._last.take(slot) == last[row])
-            row = row[same]
-            slots[row], gvas[row] = slot[same], gva[same]
-            left = (gvas[rows] == MISS).nonzero()[0]
             if not len(left):
                 break
-            left = left[self._passed.take(buckets[left]) > 0]
             rows, buckets = rows[left], (buckets[left] + 1) % self._buckets
+            wanted = first[rows]
         return slots, gvas
 
     def _put(self, keys: Words, gvas: Words, slots: Numbers, old: Words) -> None:

@@ -100,10 +100,13 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
     starts, ends = _ranges(table, lanes)
     opens = _read_breaks(table, starts, ends, limits, read_bytes_max)
     kept = None
-    if wanted is not None:
+    if wanted is None:
+        sizes = (ends - starts).ravel()
+        if (sizes[1:] + sizes[:-1] > limits.slot_bytes).all() and opens.all():
+            return _one_each(table, starts, ends)
+    else:
         kept = wanted[:, table[:, FIRST_BLOCK]]
-        if opens is not None:
-            opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
+        opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
     return _tile(table, starts, ends, opens, kept, limits)
 
 
@@ -158,21 +161,18 @@ def _ranges(table: Int64Array, lanes: LaneTable) -> tuple[Int64Array, Int64Array
 
 def _read_breaks(
     table: Int64Array, starts: Int64Array, ends: Int64Array, limits: PlanLimits, read_bytes_max: int
-) -> npt.NDArray[np.bool_] | None:
-    """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it; None: all do."""
-    if len(table) < 2:
-        return None
+) -> npt.NDArray[np.bool_]:
+    """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
     opens = np.empty(starts.shape, np.bool_)
     opens[:, :1] = True
     holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
     np.greater_equal(holes, max(1, limits.gap_bytes_limit), out=opens[:, 1:])
-    if opens.all():
-        return None
-    # An extent lies in one file, so neighbours are in one file in every layer or in none.
-    media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
-    opens[:, 1:] |= (media[1:] != media[:-1]) | (files[1:] != files[:-1])
-    for layer in np.flatnonzero(~opens.all(axis=1)):
-        _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
+    if not opens.all():
+        # An extent lies in one file, so neighbours are in one file in every layer or in none.
+        media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
+        opens[:, 1:] |= (media[1:] != media[:-1]) | (files[1:] != files[:-1])
+        for layer in np.flatnonzero(~opens.all(axis=1)):
+            _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
     return opens
 
 
@@ -191,36 +191,37 @@ def _tile(
     table: Int64Array,
     starts: Int64Array,
     ends: Int64Array,
-    opens: npt.NDArray[np.bool_] | None,
+    opens: npt.NDArray[np.bool_],
     kept: npt.NDArray[np.bool_] | None,
     limits: PlanLimits,
 ) -> TilePlan:
     """Put the ranges, or what is kept of them, in reads and those in tiles, layer by layer."""
-    segments, starts, ends = _segments(table, starts), starts.ravel(), ends.ravel()
-    opens = None if opens is None else opens.ravel()
-    at = None
+    segments, starts, ends, opens = _segments(table, starts), starts.ravel(), ends.ravel(), opens.ravel()
+    firsts = at = opens.nonzero()[0]
     if kept is not None:
-        at = np.flatnonzero(kept)
-        segments, starts, ends = segments[at], starts[at], ends[at]
-        opens = None if opens is None else opens[at]
-    bounds = np.arange(len(starts) + 1) if opens is None else np.append(opens.nonzero()[0], len(starts))
-    firsts = bounds[:-1]
+        rows = np.flatnonzero(kept)
+        segments, starts, ends, opens = segments[rows], starts[rows], ends[rows], opens[rows]
+        firsts = opens.nonzero()[0]
+        at = rows[firsts]
+    bounds = np.concatenate([firsts, [len(opens)]])
     reads = np.empty((len(firsts), 4), np.int64)
-    reads[:, 0] = table[(firsts if at is None else at[firsts]) % max(1, len(table)), MEDIUM]
+    reads[:, 0] = table[at % max(1, len(table)), MEDIUM]
     reads[:, 1] = starts[firsts]
     reads[:, 2] = read_bytes = ends[bounds[1:] - 1] - reads[:, 1]
-    tile_reads, reads[:, 3] = _fill(read_bytes, limits)
+    slot_offset = read_bytes.cumsum()
+    tile_reads = _fill(slot_offset, limits)
+    slot_offset -= read_bytes
+    slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], tile_reads[1:] - tile_reads[:-1])
+    reads[:, 3] = slot_offset
     tile_segments = bounds[tile_reads]
     heads = _heads(reads, tile_reads, limits)
-    segment_read = firsts
     if heads is not None:
-        firsts, reads, tile_reads = firsts[heads], reads[heads], heads.searchsorted(tile_reads)
+        opens = np.zeros(len(opens), np.bool_)
+        opens[firsts[heads]] = True
+        reads, tile_reads = reads[heads], heads.searchsorted(tile_reads)
         reads[:, 2] = np.add.reduceat(read_bytes, heads)
-    if len(reads) < len(starts):
-        opens = np.zeros(len(starts), np.bool_)
-        opens[firsts] = True
-        segment_read = opens.cumsum(dtype=np.int64)
-        segment_read -= 1
+    segment_read = opens.cumsum(dtype=np.int64)
+    segment_read -= 1
     segments[:, 0] += (reads[:, 3] - reads[:, 1])[segment_read]
     return TilePlan(
         reads=reads,
@@ -230,6 +231,26 @@ def _tile(
         tile_segments=tile_segments,
         tile_first_layer=segments[tile_segments[:-1], 1],
         tile_last_layer=segments[tile_segments[1:] - 1, 1],
+    )
+
+
+def _one_each(table: Int64Array, starts: Int64Array, ends: Int64Array) -> TilePlan:
+    """Put each range in a read and a tile of its own: in a long context no two fit in a slot."""
+    segments = _segments(table, starts)
+    segments[:, 0] = 0
+    reads: Int64Array = np.zeros((*starts.shape, 4), np.int64)
+    reads[..., 0] = table[:, MEDIUM]
+    reads[..., 1] = starts
+    reads[..., 2] = ends - starts
+    numbers, layers = np.arange(len(segments) + 1), segments[:, 1]
+    return TilePlan(
+        reads=reads.reshape(-1, 4),
+        segments=segments,
+        segment_read=numbers[:-1],
+        tile_reads=numbers,
+        tile_segments=numbers,
+        tile_first_layer=layers,
+        tile_last_layer=layers,
     )
 
 
@@ -260,29 +281,17 @@ def _heads(reads: Int64Array, tile_reads: Int64Array, limits: PlanLimits) -> Int
     return stays.nonzero()[0]
 
 
-def _fill(sizes: Int64Array, limits: PlanLimits) -> tuple[Int64Array, Int64Array | int]:
-    """Pack reads of these bytes into tiles, greedily and in order; the first tiles are small.
+def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
+    """int64 [tiles + 1]: pack reads into tiles, greedily and in order; the first tiles are small.
 
-    Returns int64 [tiles + 1], as `TilePlan.tile_reads`, and where each read begins in its slot.
+    `ends` has the bytes of all reads up to the end of each.
     """
-    count = len(sizes)
-    if (sizes[1:] + sizes[:-1] > limits.slot_bytes).all():  # No two fit, as in a long context.
-        return np.arange(count + 1), 0
-    ends = sizes.cumsum()
-    cuts = _cuts(ends, limits)
-    starts = ends - sizes
-    starts -= np.repeat(starts[cuts[:-1]], cuts[1:] - cuts[:-1])
-    return cuts, starts
-
-
-def _cuts(ends: Int64Array, limits: PlanLimits) -> Int64Array:
-    """The tiles, where `ends` has the bytes of all reads up to the end of each."""
     slot_bytes, stop, cuts, count = limits.slot_bytes, 0, [0], len(ends)
     end_bytes = limit_bytes = min(limits.first_tile_bytes, slot_bytes)
     # Looking at an element of a list is quick, making one is not: worth it while there are few reads a tile.
     at: Sequence[int] = ends.tolist() if count < _LIST_MAX else ends  # type: ignore[assignment]
     while stop < count:
-        stop += 1  # One read at least.
+        stop += 1  # One read at least; of a long context no second one fits.
         if stop < count and at[stop] <= end_bytes:
             stop = bisect_right(at, end_bytes, stop)
         cuts.append(stop)
