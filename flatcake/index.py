@@ -228,18 +228,20 @@ class Index:
 
     def _put(self, keys: Words, gvas: Words, slots: Numbers, old: Words) -> None:
         """Give distinct keys their addresses; `_find` has just said where they are."""
-        fresh, known = (slots < 0).nonzero()[0], (slots >= 0).nonzero()[0]
-        if self._live + len(fresh) > self.entries_max:
+        known = (slots >= 0).nonzero()[0]
+        added = len(keys) - len(known)
+        if self._live + added > self.entries_max:
             raise CapacityError(
-                f"index: {len(fresh)} new entries, {self.entries_max - self._live} free; "
-                "withdraw some or raise entries_max"
+                f"index: {added} new entries, {self.entries_max - self._live} free; withdraw some or raise entries_max"
             )
         self._on_medium += by_medium(gvas)
+        fresh: Numbers | slice = slice(None)
         if len(known):
             self._gvas[slots[known]] = gvas[known]
             self._on_medium -= by_medium(old[known])
+            fresh = (slots < 0).nonzero()[0]
         self._insert(keys[fresh, 0], keys[fresh, 1], gvas[fresh])
-        self._live += len(fresh)
+        self._live += added
         if self.watch is not None:
             self.watch(keys, old, gvas)
 

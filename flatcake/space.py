@@ -68,8 +68,9 @@ class Space:
         """uint64 [count]: the addresses of reserved slots."""
         medium, table = slots.extent.medium, self.tables[slots.extent.medium]
         first, piece_bytes = table.piece_offset(slots.extent, slots.first), int(table.lanes.piece_bytes[0])
-        start, last = encode(medium, 0, first), encode(medium, 0, first + (slots.count - 1) * piece_bytes)
-        return np.arange(start, last + 1, piece_bytes, dtype=np.uint64)
+        span_bytes = (slots.count - 1) * piece_bytes
+        last = encode(medium, 0, first + span_bytes)
+        return np.arange(last - span_bytes, last + 1, piece_bytes, dtype=np.uint64)
 
     def reserve(self, scope: Scope, blocks: int, now_ns: int) -> list[Slots] | None:
         """Take slots for `blocks` more blocks of a scope: the tail of its last extent, then new extents.
