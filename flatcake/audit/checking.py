@@ -154,7 +154,7 @@ class Checker:
 
     def _read_record(self, record: Record, answers: "queue.SimpleQueue[tuple[Record, Result]]") -> None:
         batch = [self._transfer(record.ref.medium, record.ref.base_bytes, record.raw.nbytes, 0)]
-        buffer = Buffer.of(torch.from_numpy(record.raw))
+        buffer = record.buffer
         self._engine.read(batch, buffer, lambda results, _: answers.put((record, results[0])))
 
     def _start(self, table: Int64Array, records: Mapping[ExtentRef, Record], stored: Stored) -> None:

@@ -11,7 +11,7 @@ the pump's thread.
 
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +54,15 @@ class Record:
     """uint8 [record bytes], aligned for direct I/O."""
     sums: npt.NDArray[np.uint64]
     """uint64 [room, layers]: a view of `raw`."""
-    buffer: Buffer
-    """`raw`, for engines."""
     users: int = 0
     """Restores and saves that need it in memory."""
     is_stored: bool = False
     """Whether its header is on the medium."""
+    buffer: Buffer = field(init=False)
+    """`raw`, for engines."""
+
+    def __post_init__(self) -> None:
+        self.buffer = Buffer(torch.from_numpy(self.raw), self.raw)
 
 
 class RecordBook:
@@ -155,8 +158,7 @@ class RecordBook:
         raw = aligned_bytes(size_bytes)
         layers = self._lanes.layer_count
         table = raw[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + ref.room_blocks * layers * RECORD_BYTES_PER_PIECE]
-        sums = table.view(np.uint64).reshape(ref.room_blocks, layers)
-        return Record(ref, raw, sums, Buffer(torch.from_numpy(raw), raw))
+        return Record(ref, raw, table.view(np.uint64).reshape(ref.room_blocks, layers))
 
     def _keep(self, record: Record) -> None:
         key = (record.ref.medium, record.ref.base_bytes)
