@@ -24,7 +24,7 @@ from flatcake.index import MISS, Index
 from flatcake.io.pieces import Work
 from flatcake.io.plan import PlanLimits, TilePlan, make_tiles
 from flatcake.io.records import ExtentRef, Record
-from flatcake.io.verdict import wanted_sums
+from flatcake.io.verdict import WantedSums
 from flatcake.keys import Identity, chain
 from flatcake.layout import Growth, LaneTable
 from flatcake.messages import Plan, PlanKind, Runs
@@ -115,7 +115,7 @@ def measure_plan(sizes: Sizes) -> Figures:
 def measure_pieces(sizes: Sizes) -> Figures:
     """What a data plane makes of a plan: a row and a seed for each piece, and the sum that each must have.
 
-    It is made while the first reads are under way, and nothing is scattered before the pieces are there.
+    They are made share by share while media are at work.
     """
     geometry = Geometry(block_tokens=16, page_tokens=16, layers=((Component("kv", 64 * KiB),),) * 32)
     lanes = LaneTable.of(geometry)
@@ -132,14 +132,14 @@ def measure_pieces(sizes: Sizes) -> Figures:
     runs = Runs(np.array([[ref.medium, ref.base_bytes, ref.room_blocks, ref.generation, 0, blocks, 0]]))
     plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=runs, keys=keys)
     tiles = make_tiles(runs, lanes, limits)
-    pieces = Work(plan, tiles, lanes, 1).pieces
+    pieces = Work(plan, tiles, lanes, 1).pieces.complete()
     sums = rng.integers(0, 2**32, (blocks, 32), dtype=np.uint64)
     records, payload_bytes = {ref: Record(ref, sums.view(np.uint8).reshape(-1), sums)}, [64 * KiB] * 32
-    made = [plan] * sizes.repeats
+    made, rows = [plan] * sizes.repeats, slice(len(pieces))
     return {
         "pieces": len(pieces.table),
-        "pieces_ms": _median_us(lambda each: Work(each, tiles, lanes, 1).pieces, made) / 1e3,
-        "verdicts_ms": _median_us(lambda each: wanted_sums(each, pieces, records, payload_bytes), made) / 1e3,
+        "pieces_ms": _median_us(lambda each: Work(each, tiles, lanes, 1).pieces.complete(), made) / 1e3,
+        "verdicts_ms": _median_us(lambda each: WantedSums(each, pieces, records, payload_bytes).of(rows), made) / 1e3,
     }
 
 

@@ -93,6 +93,9 @@ class NoCopies:
         self.sums = np.zeros(len(pieces.table), np.uint32)
         return self
 
+    def push(self, rows: slice) -> None:
+        return None
+
     def scatter(self, tile: int, slot: Buffer, skip: Sequence[int] = ()) -> None:
         return None
 

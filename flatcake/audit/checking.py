@@ -22,7 +22,7 @@ from flatcake.io.pieces import Work
 from flatcake.io.plan import PlanLimits, make_tiles
 from flatcake.io.records import ExtentRef, Record, RecordBook, aligned_bytes, extents_of
 from flatcake.io.tilebatch import bad_pieces
-from flatcake.io.verdict import wanted_sums
+from flatcake.io.verdict import WantedSums
 from flatcake.kernels.checksum import SUM_KIND, Sums, sum_parts
 from flatcake.layout import LaneTable
 from flatcake.manifest import BASE_BYTES, COUNT, EXTENT_GENERATION, ROOM_BLOCKS, SLOT, Flags, Stored
@@ -164,7 +164,8 @@ class Checker:
         table[:, FIRST_BLOCK] = np.cumsum(table[:, BLOCKS]) - table[:, BLOCKS]
         plan = Plan(kind=PlanKind.RESTORE, plan_id=0, runs=Runs(table), keys=stored.keys[blocks])
         work = Work(plan, make_tiles(plan.runs, self._lanes, self._limits), self._lanes, self._layout)
-        batch = _Batch(work, blocks, wanted_sums(plan, work.pieces, records, self._payload_bytes))
+        pieces = work.pieces.complete()
+        batch = _Batch(work, blocks, WantedSums(plan, pieces, records, self._payload_bytes).of(slice(len(pieces))))
         for tile in range(work.tiles.tiles):
             if not self._slots:
                 self._settle()

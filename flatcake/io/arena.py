@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from flatcake.errors import CapacityError
-from flatcake.io.device import NOW, PIN_CHUNK_BYTES, Device, Event, Stream, When
+from flatcake.io.device import NOW, PIN_CHUNK_BYTES, Device, Event, Stream, When, end_of
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.seam import ByteArray, Files
 from flatcake.units import format_bytes
@@ -165,14 +165,7 @@ class ArenaEngine:
             return results, self._device.record(stream)
         except RuntimeError as error:  # A device that has failed; its error stays until the process ends.
             log.error("copies of %d ranges of the DRAM arena failed: %s", len(batch), error)
-            return [Result(0, errno.EIO) for _ in batch], self._end_of(stream)
-
-    def _end_of(self, stream: Stream) -> Event:
-        """The end of what was queued before a failure, which still uses the buffer."""
-        try:
-            return self._device.record(stream)
-        except RuntimeError:  # Nothing runs there any more.
-            return NOW
+            return [Result(0, errno.EIO) for _ in batch], end_of(self._device, stream)
 
 
 def _pinned_spans(start: int, end: int) -> Iterable[tuple[int, int]]:

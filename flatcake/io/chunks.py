@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import Iterator, Sequence
 
+from flatcake.io.device import NOW, Event
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer
 
 Copy = tuple[int, int, int]
@@ -19,6 +20,8 @@ class Batch:
 
     def __init__(self, transfers: Sequence[Transfer], slot: Buffer, done: Done) -> None:
         self.slot = slot
+        self.ready: Event = NOW
+        """After it, all is in the slot that has been copied there until now; whoever copies moves it on."""
         self._transfers, self._done = tuple(transfers), done
         self._lock = threading.Lock()
         self._left = 0
@@ -52,7 +55,7 @@ class Batch:
             self._left -= 1
             is_last = not self._left
         if is_last:
-            answer(self._done, self._joined())
+            answer(self._done, self._joined(), self.ready)
 
     def _joined(self) -> list[Result]:
         """A result for each transfer: what has come of it without a hole, and the error that ended it."""
@@ -74,8 +77,7 @@ class Chunk:
         """Their `buffer_offset` is one in the ring buffer."""
         self.slot_offsets: list[int] = []
         """Where each lies in the slot."""
-        self.slot = batch.slot
-        self._batch, self._first = batch, first
+        self.batch, self._first = batch, first
 
     def copies(self, results: Sequence[Result] | None = None) -> list[Copy]:
         """Offset in the slot, offset in the ring buffer, bytes; neighbours are one copy.
@@ -98,15 +100,13 @@ class Chunk:
 
     def end(self, results: Sequence[Result]) -> None:
         """It is over; call it once."""
-        self._batch.end(self._first, results)
+        self.batch.end(self._first, results)
 
 
 def _parts(size_bytes: int, size_bytes_max: int, room_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a transfer: bytes before the part, its bytes, offset in a buffer; the first goes into `room_bytes` if it fits
-    whole."""
+    """Cut a transfer: bytes before the part, its bytes, offset in a buffer; the first goes into `room_bytes`."""
     start = 0
     while start < size_bytes:
-        at = size_bytes_max - room_bytes if 0 < size_bytes - start <= room_bytes else 0
-        step = min(size_bytes - start, size_bytes_max)
-        yield start, step, at
+        step = min(size_bytes - start, room_bytes or size_bytes_max)
+        yield start, step, -room_bytes % size_bytes_max
         start, room_bytes = start + step, 0

@@ -71,9 +71,9 @@ class Mirror:
         self._device, self._stream = device, stream
         self._host_address, self._address = int(host.data_ptr()), int(tensor.data_ptr())
 
-    def push(self) -> None:
-        """Queue the way of all bytes to the device."""
-        self._device.copy(self._address, self._host_address, self.host.nbytes, self._stream)
+    def push(self, start: int, end: int) -> None:
+        """Queue the way of bytes `start` … `end` - 1 to the device."""
+        self._device.copy(self._address + start, self._host_address + start, end - start, self._stream)
 
     def pull(self, start: int, end: int) -> None:
         """Queue the way of bytes `start` … `end` - 1 to the host."""
@@ -91,6 +91,14 @@ class DoneEvent:
 
 
 NOW = DoneEvent()
+
+
+def end_of(device: Device, stream: Stream) -> Event:
+    """The end of what a stream was given before a failure: until then its buffers are in use."""
+    try:
+        return device.record(stream)
+    except RuntimeError:  # Nothing runs there any more.
+        return NOW
 
 
 class CpuDevice:

@@ -15,8 +15,7 @@ from flatcake.io.pieces import Work
 from flatcake.io.records import ExtentRef, Record, extents_of
 from flatcake.io.restore import Restore
 from flatcake.io.tilecopy import TileCopy
-from flatcake.io.verdict import wanted_sums
-from flatcake.kernels.checksum import Sums
+from flatcake.io.verdict import WantedSums
 from flatcake.messages import BASE, MEDIUM, Int64Array, block_column
 
 
@@ -29,7 +28,7 @@ class Judging:
         """Called whenever the last open verdict is in."""
         self._waits_for_records = 0
         self._records: dict[ExtentRef, Record] = {}
-        self._wanted: Sums | None = None
+        self._wanted: WantedSums | None = None
         self._unfetched: list[int] = []
         self._groups = 0
         self._unjudged: list[list[int]] = []
@@ -55,12 +54,8 @@ class Judging:
                 self._want_record(ref)
 
     def use(self, copy: TileCopy) -> None:
-        """Judge the sums of `copy`: say so before a tile is scattered.
-
-        What they must be is made in a turn of its own, after the tiles that are read already.
-        """
+        """Judge the sums of `copy`: say so before a tile is scattered."""
         self._copy, self._unverified = copy, list(self._work.layer_tiles)
-        self._parts.pump.post(self._judge_waiting)
 
     def note_scattered(self, tile: int, bad: list[int], *, fetch: bool) -> None:
         """A tile's copy is queued; `fetch` its sums, and those of the tiles before it, now."""
@@ -90,28 +85,29 @@ class Judging:
     def _judge_waiting(self) -> None:
         if self._waits_for_records or not self._parts.verify:
             return
-        if self._wanted is None and self._copy is not None and not self._restore.dropped:
-            plan, pieces = self._work.plan, self._work.pieces
-            self._wanted = wanted_sums(plan, pieces, self._records, self._parts.payload_bytes)
         groups, self._unjudged = self._unjudged, []
         for group in groups:
             self._groups -= 1
             if not self._restore.dropped:
-                assert self._copy is not None and self._wanted is not None
-                self._judge(group, self._copy.sums, self._wanted)
+                self._judge(group)
         if self.is_idle:
             self._idle()
 
-    def _judge(self, group: list[int], found: Sums, wanted: Sums) -> None:
-        bounds = self._work.pieces.tile_pieces
-        complete = []
+    def _judge(self, group: list[int]) -> None:
+        if self._wanted is None:
+            self._wanted = WantedSums(self._work.plan, self._work.pieces, self._records, self._parts.payload_bytes)
+        assert self._copy is not None
+        pieces, bounds = self._work.pieces, self._work.pieces.tile_pieces
+        rows = slice(int(bounds[min(group)]), int(bounds[max(group) + 1]))  # Those of other tiles do not count.
+        differs = self._copy.sums[rows] != self._wanted.of(rows)
+        complete, is_right = [], not differs.any()
         for tile in group:
-            start, end = bounds[tile], bounds[tile + 1]
-            differs = found[start:end] != wanted[start:end]
-            for row in self._bad_rows.pop(tile, ()):
-                differs[row - start] = False
-            if differs.any():
-                self._fail_blocks(np.unique(self._work.pieces.table[start:end][differs, 1]))
+            bad_rows = self._bad_rows.pop(tile, ())
+            if not is_right:
+                own = np.arange(bounds[tile], bounds[tile + 1])
+                failed = np.setdiff1d(own[differs[own - rows.start]], bad_rows)
+                if len(failed):
+                    self._fail_blocks(np.unique(pieces.table[failed, 1]))
             for layer in self._work.tile_layers[tile]:
                 self._unverified[layer] -= 1
                 if not self._unverified[layer]:

@@ -3,8 +3,7 @@
 Pure: arrays in, arrays out.
 """
 
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 
@@ -15,13 +14,12 @@ from flatcake.kernels.checksum import Sums, block_states, seeds_of
 from flatcake.layout import LaneTable
 from flatcake.messages import GENERATION, Int64Array, Plan, block_column
 
-SHARE = 8192
-"""Pieces that are expanded at once, so that the arrays stay in the processor's cache."""
+SHARE = 4096
+"""Pieces that are made at once, more or less: a millisecond of a slow Python, and arrays that stay in the cache."""
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Pieces:
-    """All pieces of one plan."""
+    """All pieces of one plan; rows are made a share at a time, by one thread."""
 
     table: Int64Array
     """int64 [pieces, 3]: offset in the slot in bytes, block of the request, layer."""
@@ -29,37 +27,64 @@ class Pieces:
     """int64 [tiles + 1]: tile t has the pieces tile_pieces[t] … tile_pieces[t + 1] - 1."""
     seeds: Sums
     """uint32 [pieces]: seeds of the checksums."""
+    made: int
+    """So many rows of `table` and `seeds` are there; the rest is not yet."""
 
+    def __init__(self, plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> None:
+        """Count the pieces.
 
-def expand(plan: Plan, tiles: TilePlan, lanes: LaneTable, layout: int) -> Generator[None, None, Pieces]:
-    """Expand the segments of a plan to single pieces, with the seed of each; yields between two shares.
+        Args:
+            plan: Keys and generations.
+            tiles: Its tiles.
+            lanes: Sizes of pieces.
+            layout: 64-bit digest of the geometry.
+        """
+        self._segments, self._piece_bytes = tiles.segments, lanes.piece_bytes
+        self._ends = np.concatenate([[0], tiles.segments[:, 3].cumsum()])
+        count = int(self._ends[-1])
+        self.table, self.seeds = np.empty((count, 3), np.int64), np.empty(count, np.uint32)
+        self.tile_pieces, self.made = self._ends[tiles.tile_segments], 0
+        self._states = block_states(plan.keys, layout)
+        self._generations = block_column(plan, GENERATION).view(np.uint64)
 
-    Args:
-        plan: Keys and generations.
-        tiles: Its tiles.
-        lanes: Sizes of pieces.
-        layout: 64-bit digest of the geometry.
+    def __len__(self) -> int:
+        return len(self.table)
 
-    Cost: O(pieces) array elements; fresh memory would cost more than all arithmetic.
-    """
-    ends = np.concatenate([[0], tiles.segments[:, 3].cumsum()])
-    count = int(ends[-1])
-    table, seeds = np.empty((count, 3), np.int64), np.empty(count, np.uint32)
-    states, generations = block_states(plan.keys, layout), block_column(plan, GENERATION).view(np.uint64)
-    cuts = ends.searchsorted(np.arange(0, count, SHARE)).tolist()
-    for nth, (first, last) in enumerate(pairwise([*cuts, len(tiles.segments)])):
-        if nth:
-            yield
-        rows = slice(int(ends[first]), int(ends[last]))
-        starts, layers, blocks, counts = tiles.segments[first:last].T
-        sizes = lanes.piece_bytes[layers]
+    @property
+    def tiles_made(self) -> int:
+        """Tiles all of whose pieces are there: the first ones."""
+        return int(self.tile_pieces.searchsorted(self.made, "right")) - 1
+
+    def shares(self) -> Iterator[slice]:
+        """Make what is missing; yields the rows of each share.
+
+        Cost: O(pieces) array elements; fresh memory would cost more than all arithmetic.
+        """
+        cuts = self._ends.searchsorted(np.arange(self.made, len(self), SHARE)).tolist()
+        for first, last in pairwise([*cuts, len(self._segments)]):
+            if first < last:
+                yield self._make(first, last)
+
+    def complete(self) -> "Pieces":
+        """Make what is missing, here and now."""
+        for _ in self.shares():
+            pass
+        return self
+
+    def _make(self, first: int, last: int) -> slice:
+        """Expand segments `first` … `last` - 1."""
+        ends = self._ends[first:last]
+        rows = slice(int(ends[0]), int(self._ends[last]))
+        starts, layers, blocks, counts = self._segments[first:last].T
+        sizes = self._piece_bytes[layers]
         number = np.arange(rows.start, rows.stop)
-        block = number + np.repeat(blocks - ends[first:last], counts)
+        block = number + np.repeat(blocks - ends, counts)
         layer = np.repeat(layers, counts)
-        table[rows, 0] = number * np.repeat(sizes, counts) + np.repeat(starts - sizes * ends[first:last], counts)
-        table[rows, 1], table[rows, 2] = block, layer
-        seeds[rows] = seeds_of(states[block], layer.view(np.uint64), generations[block])
-    return Pieces(table=table, tile_pieces=ends[tiles.tile_segments], seeds=seeds)
+        self.table[rows, 0] = number * np.repeat(sizes, counts) + np.repeat(starts - sizes * ends, counts)
+        self.table[rows, 1], self.table[rows, 2] = block, layer
+        self.seeds[rows] = seeds_of(self._states[block], layer.view(np.uint64), self._generations[block])
+        self.made = rows.stop
+        return rows
 
 
 class Work:
@@ -72,20 +97,11 @@ class Work:
         self.plan = plan
         self.tiles = tiles
         self._lanes, self._layout = lanes, layout
-        self._pieces: Pieces | None = None
 
-    @property
+    @cached_property
     def pieces(self) -> Pieces:
-        """Made here and now unless they are there."""
-        if self._pieces is None:
-            for _ in self.make_pieces():
-                pass
-        assert self._pieces is not None
-        return self._pieces
-
-    def make_pieces(self) -> Iterator[None]:
-        """Make `pieces` a share at a time, for a thread that has other things to do in between."""
-        self._pieces = yield from expand(self.plan, self.tiles, self._lanes, self._layout)
+        """Counted only: whoever needs their rows has them made."""
+        return Pieces(self.plan, self.tiles, self._lanes, self._layout)
 
     @cached_property
     def tile_layers(self) -> list[range]:

@@ -5,24 +5,21 @@ Read path:  index -> catalog -> [plan] -> window -> kernels.scatter -> event
 
 Runs are sorted by address once per request.  Extents never overlap, so that order holds in every layer and
 the other layers follow by arithmetic.  Per layer, neighbours are merged over holes smaller than
-`gap_bytes_limit`; reads then fill tiles greedily, layer by layer, so that layer 0 is ready first.
+`gap_bytes_limit`; all layers, one after another, are then cut in tiles, each as full as whole pieces make it.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from flatcake.errors import PlanError
+from flatcake.io.cuts import cut_segments, cut_tiles
 from flatcake.layout import LaneTable
 from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, MEDIUM, ROOM, Int64Array, Runs
 
-Wanted = npt.NDArray[np.bool_]
-
-TILE_GROWTH = 2
-_LIST_MAX = 4096
+Flags = npt.NDArray[np.bool_]
+Wanted = Flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +93,17 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
         )
     wanted = None if wanted is None or wanted.all() else wanted
     table = _sorted(runs.table if wanted is None else _cut(runs.table, wanted))
-    table = _split(table, read_bytes_max // piece_bytes_max)
+    if limits.read_bytes_max < limits.slot_bytes:  # Else a tile limits its reads.
+        table = _split(table, read_bytes_max // piece_bytes_max)
     starts, ends = _ranges(table, lanes)
-    opens = _read_breaks(table, starts, ends, limits, read_bytes_max)
-    kept = None
-    if wanted is None:
-        sizes = (ends - starts).ravel()
-        if (sizes[1:] + sizes[:-1] > limits.slot_bytes).all() and opens.all():
-            return _one_each(table, starts, ends)
-    else:
+    opens = _read_breaks(table, starts, ends, limits)
+    ranges = _segments(table, starts), np.tile(table[:, MEDIUM], len(starts)), ends.ravel(), opens.ravel()
+    if wanted is not None:
         kept = wanted[:, table[:, FIRST_BLOCK]]
         opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
-    return _tile(table, starts, ends, opens, kept, limits)
+        rows = np.flatnonzero(kept)
+        ranges = ranges[0][rows], ranges[1][rows], ranges[2][rows], opens.ravel()[rows]
+    return _tile(*ranges, lanes, limits)
 
 
 def _sorted(table: Int64Array) -> Int64Array:
@@ -159,24 +155,24 @@ def _ranges(table: Int64Array, lanes: LaneTable) -> tuple[Int64Array, Int64Array
     return starts, starts + table[:, BLOCKS] * piece
 
 
-def _read_breaks(
-    table: Int64Array, starts: Int64Array, ends: Int64Array, limits: PlanLimits, read_bytes_max: int
-) -> npt.NDArray[np.bool_]:
+def _read_breaks(table: Int64Array, starts: Int64Array, ends: Int64Array, limits: PlanLimits) -> Flags:
     """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
     opens = np.empty(starts.shape, np.bool_)
     opens[:, :1] = True
     holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
     np.greater_equal(holes, max(1, limits.gap_bytes_limit), out=opens[:, 1:])
-    if not opens.all():
-        # An extent lies in one file, so neighbours are in one file in every layer or in none.
-        media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
-        opens[:, 1:] |= (media[1:] != media[:-1]) | (files[1:] != files[:-1])
+    if opens.all():
+        return opens
+    # An extent lies in one file, so neighbours are in one file in every layer or in none.
+    media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
+    opens[:, 1:] |= (media[1:] != media[:-1]) | (files[1:] != files[:-1])
+    if limits.read_bytes_max < limits.slot_bytes:
         for layer in np.flatnonzero(~opens.all(axis=1)):
-            _cap_reads(opens[layer], starts[layer], ends[layer], read_bytes_max)
+            _cap_reads(opens[layer], starts[layer], ends[layer], limits.read_bytes_max)
     return opens
 
 
-def _cap_reads(opens: npt.NDArray[np.bool_], starts: Int64Array, ends: Int64Array, read_bytes_max: int) -> None:
+def _cap_reads(opens: Flags, starts: Int64Array, ends: Int64Array, read_bytes_max: int) -> None:
     """Open further reads, in place, wherever a merged one would exceed the largest."""
     firsts = np.flatnonzero(opens)
     lasts = np.append(firsts[1:], len(opens)) - 1
@@ -188,41 +184,33 @@ def _cap_reads(opens: npt.NDArray[np.bool_], starts: Int64Array, ends: Int64Arra
 
 
 def _tile(
-    table: Int64Array,
-    starts: Int64Array,
-    ends: Int64Array,
-    opens: npt.NDArray[np.bool_],
-    kept: npt.NDArray[np.bool_] | None,
-    limits: PlanLimits,
+    segments: Int64Array, media: Int64Array, ends: Int64Array, opens: Flags, lanes: LaneTable, limits: PlanLimits
 ) -> TilePlan:
-    """Put the ranges, or what is kept of them, in reads and those in tiles, layer by layer."""
-    segments, starts, ends, opens = _segments(table, starts), starts.ravel(), ends.ravel(), opens.ravel()
-    firsts = at = opens.nonzero()[0]
-    if kept is not None:
-        rows = np.flatnonzero(kept)
-        segments, starts, ends, opens = segments[rows], starts[rows], ends[rows], opens[rows]
-        firsts = opens.nonzero()[0]
-        at = rows[firsts]
-    bounds = np.concatenate([firsts, [len(opens)]])
-    reads = np.empty((len(firsts), 4), np.int64)
-    reads[:, 0] = table[at % max(1, len(table)), MEDIUM]
-    reads[:, 1] = starts[firsts]
-    reads[:, 2] = read_bytes = ends[bounds[1:] - 1] - reads[:, 1]
-    slot_offset = read_bytes.cumsum()
-    tile_reads = _fill(slot_offset, limits)
-    slot_offset -= read_bytes
-    slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], tile_reads[1:] - tile_reads[:-1])
-    reads[:, 3] = slot_offset
-    tile_segments = bounds[tile_reads]
+    """Put the segments in tiles, layer by layer, and find the reads of each tile.
+
+    Segments are as in the plan, but for their offsets: those are in the medium, where each has its end.
+    """
+    pieces = lanes.piece_bytes[segments[:, 1]]
+    cuts = cut_tiles(segments, ends, opens, pieces, limits.first_tile_bytes, limits.slot_bytes)
+    segments, sources, tile_segments = cut_segments(segments, pieces, cuts)
+    opens, pieces = opens[sources], pieces[sources]
+    opens[1:] |= sources[1:] == sources[:-1]
+    opens[tile_segments[:-1]] = True
+    firsts = opens.nonzero()[0]
+    reads, tile_reads = _reads(segments, firsts, pieces, media[sources[firsts]]), firsts.searchsorted(tile_segments)
     heads = _heads(reads, tile_reads, limits)
     if heads is not None:
         opens = np.zeros(len(opens), np.bool_)
         opens[firsts[heads]] = True
+        read_bytes = np.add.reduceat(reads[:, 2], heads)
         reads, tile_reads = reads[heads], heads.searchsorted(tile_reads)
-        reads[:, 2] = np.add.reduceat(read_bytes, heads)
+        reads[:, 2] = read_bytes
+    slot_offset = reads[:, 2].cumsum() - reads[:, 2]
+    slot_offset -= np.repeat(slot_offset[tile_reads[:-1]], tile_reads[1:] - tile_reads[:-1])
+    reads[:, 3] = slot_offset
     segment_read = opens.cumsum(dtype=np.int64)
     segment_read -= 1
-    segments[:, 0] += (reads[:, 3] - reads[:, 1])[segment_read]
+    segments[:, 0] += (slot_offset - reads[:, 1])[segment_read]
     return TilePlan(
         reads=reads,
         segments=segments,
@@ -234,24 +222,14 @@ def _tile(
     )
 
 
-def _one_each(table: Int64Array, starts: Int64Array, ends: Int64Array) -> TilePlan:
-    """Put each range in a read and a tile of its own: in a long context no two fit in a slot."""
-    segments = _segments(table, starts)
-    segments[:, 0] = 0
-    reads: Int64Array = np.zeros((*starts.shape, 4), np.int64)
-    reads[..., 0] = table[:, MEDIUM]
-    reads[..., 1] = starts
-    reads[..., 2] = ends - starts
-    numbers, layers = np.arange(len(segments) + 1), segments[:, 1]
-    return TilePlan(
-        reads=reads.reshape(-1, 4),
-        segments=segments,
-        segment_read=numbers[:-1],
-        tile_reads=numbers,
-        tile_segments=numbers,
-        tile_first_layer=layers,
-        tile_last_layer=layers,
-    )
+def _reads(segments: Int64Array, firsts: Int64Array, pieces: Int64Array, media: Int64Array) -> Int64Array:
+    """The reads that begin with the segments `firsts`, but for their place in the slot."""
+    lasts = np.append(firsts, len(segments))[1:] - 1
+    reads = np.empty((len(firsts), 4), np.int64)
+    reads[:, 0] = media
+    reads[:, 1] = segments[firsts, 0]
+    reads[:, 2] = segments[lasts, 0] + segments[lasts, 3] * pieces[lasts] - reads[:, 1]
+    return reads
 
 
 def _segments(table: Int64Array, starts: Int64Array) -> Int64Array:
@@ -279,22 +257,3 @@ def _heads(reads: Int64Array, tile_reads: Int64Array, limits: PlanLimits) -> Int
     stays[1:] = ~touches | (media[1:] != media[:-1]) | (files[1:] != files[:-1])
     stays[tile_reads[:-1]] = True
     return stays.nonzero()[0]
-
-
-def _fill(ends: Int64Array, limits: PlanLimits) -> Int64Array:
-    """int64 [tiles + 1]: pack reads into tiles, greedily and in order; the first tiles are small.
-
-    `ends` has the bytes of all reads up to the end of each.
-    """
-    slot_bytes, stop, cuts, count = limits.slot_bytes, 0, [0], len(ends)
-    end_bytes = limit_bytes = min(limits.first_tile_bytes, slot_bytes)
-    # Looking at an element of a list is quick, making one is not: worth it while there are few reads a tile.
-    at: Sequence[int] = ends.tolist() if count < _LIST_MAX else ends  # type: ignore[assignment]
-    while stop < count:
-        stop += 1  # One read at least; of a long context no second one fits.
-        if stop < count and at[stop] <= end_bytes:
-            stop = bisect_right(at, end_bytes, stop)
-        cuts.append(stop)
-        limit_bytes = min(limit_bytes * TILE_GROWTH, slot_bytes)
-        end_bytes = at[stop - 1] + limit_bytes
-    return np.array(cuts, np.int64)

@@ -19,6 +19,8 @@ from flatcake.io.tilecopy import TileCopy
 from flatcake.messages import MEDIUM, Completion, Int64Array, block_column
 from flatcake.trace import span
 
+_TILES_A_TURN = 2
+
 
 class Reading:
     """Moves one restore's tiles."""
@@ -40,9 +42,10 @@ class Reading:
         self._stream: Stream = None
         self._unread: list[int]
         """Per layer: tiles that are not scattered yet."""
-        self._is_ready = False
-        self._early: list[Callable[[], None]] = []
-        """Tiles that have been read before all was ready for their scatter."""
+        self._tiles_ready = 0
+        """The first tiles, for whose scatter all is there."""
+        self._early: dict[int, Callable[[], None]] = {}
+        """Tiles that have been read before that."""
         self._copy: TileCopy
         self._mover: TileMover
 
@@ -57,37 +60,38 @@ class Reading:
         self._stream = parts.take_stream()
         self._mover = TileMover(parts, self._tiles, write=False)
         self._judging.start(self._stream)
-        self._advance()  # The media are at work while the rest is made ready; nothing is answered before this returns.
+        self._advance()  # The media are at work while the rest is made.
         if not self._is_ending:  # Else it was dropped meanwhile, or has no tile.
-            self._make_ready(self._prepare(pages, after))
+            steps = self._prepare(pages, after)
+            parts.pump.post(lambda: self._make_ready(steps))
 
     def _prepare(self, pages: Int64Array, after: Event) -> Iterator[None]:
-        """Make what the scatters need; the pieces are expanded a share a step."""
-        self._parts.device.wait(self._stream, after)
+        """Make what the scatters need; the pieces a share a step."""
+        parts, pieces = self._parts, self._work.pieces
+        parts.device.wait(self._stream, after)
         self._unread = list(self._work.layer_tiles)
-        yield from self._work.make_pieces()
-        copier, sums = self._parts.copier, self._parts.verify
-        self._copy = copier.start(self._tiles, self._work.pieces, pages, self._stream, sums=sums)
+        self._copy = parts.copier.start(self._tiles, pieces, pages, self._stream, sums=parts.verify)
         self._judging.use(self._copy)
+        yield
+        for rows in pieces.shares():
+            self._copy.push(rows)
+            self._tiles_ready = pieces.tiles_made
+            yield
 
     def _make_ready(self, steps: Iterator[None]) -> None:
-        """Take one step a turn, since reads need turns to go on; then scatter what has come meanwhile."""
+        """Take one step a turn, since reads need turns to go on; then scatter what has waited for it."""
         if self._is_ending or self._restore.dropped:
             return
+        pump = self._parts.pump
         try:
             for _ in steps:
-                self._parts.pump.post(lambda: self._make_ready(steps))
-                return
+                pump.post(lambda: self._make_ready(steps))
+                break
         except BaseException:
-            self._go_on()  # Without a copy each tile fails by itself, and gives its slot back.
+            self._restore.cancel("internal error")
             raise
-        self._go_on()
-
-    def _go_on(self) -> None:
-        self._is_ready = True
-        early, self._early = self._early, []
-        for answer in early:
-            self._parts.pump.post(answer)
+        for tile in [tile for tile in self._early if tile < self._tiles_ready]:
+            pump.post(self._early.pop(tile))
 
     def drop(self, reason: str) -> None:
         """Give the pages back; what is in flight ends in its slot.  It need not have started."""
@@ -99,8 +103,12 @@ class Reading:
 
         In this very turn: when the store closes there is no other.
         """
-        while self._early:
-            self._early.pop()()
+        try:
+            while self._early:
+                self._early.popitem()[1]()
+        except BaseException:  # On a device that has failed: the others come in a turn of their own.
+            self._parts.pump.post(self.on_dropped)
+            raise
         self.end_if_idle()
 
     def end_if_idle(self) -> None:
@@ -147,7 +155,12 @@ class Reading:
     # -- tiles ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
+        """Read into the slots that are free, a few a turn: what comes back meanwhile is not kept waiting."""
+        last = self._next_tile + _TILES_A_TURN
         while self._next_tile < self._tiles.tiles and not self._restore.dropped and self._in_flight < self._slots_max:
+            if self._next_tile == last:
+                self._parts.pump.post(self._advance)
+                break
             slot = self._parts.window.take()
             if slot is None:
                 self._parts.window.wait(self._advance)
@@ -161,8 +174,8 @@ class Reading:
         self._mover.move(tile, slot, partial(self._on_read, tile, slot))
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result], ready: Sequence[Event]) -> None:
-        if not self._is_ready and not self._restore.dropped:
-            self._early.append(partial(self._on_read, tile, slot, results, ready))
+        if tile >= self._tiles_ready and not self._restore.dropped:
+            self._early[tile] = partial(self._on_read, tile, slot, results, ready)
             return
         try:
             for point in ready:  # Not before: the scatters queued until now need not wait for this tile.

@@ -50,7 +50,8 @@ class Restore:
         self._started_ns = clock.now_ns()
         self.lock = threading.RLock()
         """Held for every change below, and while a scatter is launched."""
-        self._changed = threading.Condition(self.lock)
+        self._over, self._layered, self._verified = (threading.Condition(self.lock) for _ in range(3))
+        """What one may wait for; nobody is woken for what he does not wait for."""
         moved = np.zeros(layers, np.bool_)
         moved[tiles.segments[:, 1]] = True
         self.layer_event: list[Event | None] = [None if each else NOW for each in moved.tolist()]
@@ -91,7 +92,8 @@ class Restore:
         if not 0 <= layer < len(self.layer_event):
             raise ShapeError(f"layer {layer}: expected 0 … {len(self.layer_event) - 1}")
         with self.lock:
-            self._changed.wait_for(lambda: self._is_over() or self._is_ready(layer, verified))
+            changed = self._verified if verified else self._layered
+            changed.wait_for(lambda: self._is_over() or self._is_ready(layer, verified))
             event = self.layer_event[layer]
             if self.dropped or self.first_bad is not None:
                 return False
@@ -105,7 +107,7 @@ class Restore:
         Must be asked before anything that was computed from the pages is shown to a user or saved.
         """
         with self.lock:
-            self._changed.wait_for(self.done)
+            self._over.wait_for(self.done)
             blocks = self._good_blocks()
             return RestoreResult(
                 blocks=blocks,
@@ -157,7 +159,7 @@ class Restore:
             if not self.done() and not self._settled:
                 self.dropped = reason
                 self._ended_ns = self._clock.now_ns()
-                self._changed.notify_all()
+                self._wake_all()
                 call, self.on_drop = self.on_drop, None
             event = self.last_event
         if call is not None:
@@ -169,7 +171,7 @@ class Restore:
         with self.lock:
             if self.first_bad is None or block < self.first_bad:
                 self.first_bad, self.reason = block, reason
-                self._changed.notify_all()
+                self._wake_all()
 
     def note_layers(self, layers: Sequence[int], event: Event) -> None:
         """The last tiles of these layers have been queued for the device, before `event`."""
@@ -181,7 +183,7 @@ class Restore:
                 self.layer_event[layer] = event
             if layers[0] == 0:
                 self._first_layer_ns = self._clock.now_ns() - self._started_ns
-            self._changed.notify_all()
+            self._layered.notify_all()
             if self._layer_calls:
                 due = [call for number, call in self._layer_calls if number in layers]
                 self._layer_calls = [entry for entry in self._layer_calls if entry[0] not in layers]
@@ -193,7 +195,7 @@ class Restore:
         with self.lock:
             for layer in layers:
                 self.layer_verified[layer] = True
-            self._changed.notify_all()
+            self._verified.notify_all()
 
     def settle(self) -> int:
         """Fix how the restore ended, before that is reported; returns the blocks that it delivered."""
@@ -207,10 +209,14 @@ class Restore:
             if not self.done():
                 self._ended_ns = self._clock.now_ns()
             self._ended, self.on_drop = True, None
-            self._changed.notify_all()
+            self._wake_all()
             due, self._end_calls, self._layer_calls = self._end_calls, [], []
         for call in due:
             call()
+
+    def _wake_all(self) -> None:
+        for condition in (self._over, self._layered, self._verified):
+            condition.notify_all()
 
     def _good_blocks(self) -> int:
         good = self._blocks if self.first_bad is None else self.first_bad

@@ -87,11 +87,13 @@ class Ring(Generic[Work]):
             if self._is_starting or not self._queue:
                 return None
             if not self._shelf.free:
+                if self._is_watched:  # Whoever watches looks soon, and each look asks the device.
+                    return None
                 self._shelf.collect()
             if self._shelf.free:
                 self._is_starting = True
                 return self._queue.popleft(), self._shelf.take(warmest=True)
-            if self._is_watched or not self._shelf.coming:
+            if not self._shelf.coming:
                 return None
             self._is_watched = True
         self._when(self, self._on_reached)

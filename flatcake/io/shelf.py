@@ -7,7 +7,7 @@ the order in which they were put, so only the first of each line is asked for.  
 from collections import deque
 from collections.abc import Hashable, Iterable
 
-from flatcake.io.device import Point
+from flatcake.io.device import NOW, Point
 from flatcake.io.engine import Buffer
 
 
@@ -34,7 +34,7 @@ class Shelf:
         """Take a buffer back that is unused once `after` has been reached, which is a point of `line`."""
         assert self._taken, "a buffer comes back twice"
         self._taken -= 1
-        if after.done():
+        if after is NOW:
             self.free.append(buffer)
         else:
             self.coming.setdefault(line, deque()).append((after, buffer))

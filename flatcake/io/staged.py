@@ -19,8 +19,8 @@ import torch
 
 from flatcake.errors import CapacityError
 from flatcake.io.chunks import Batch, Chunk, Copy
-from flatcake.io.device import NOW, Device, Event, Stream, When
-from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, answer, check_batch, refuse
+from flatcake.io.device import Device, Event, Stream, When, end_of
+from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, check_batch, refuse
 from flatcake.io.ring import Ring
 from flatcake.io.seam import Files
 from flatcake.io.sizing import RingSize
@@ -62,22 +62,12 @@ class StagedEngine:
         self._reads: Ring[Chunk] = Ring(buffers[: size.reads], self._read, when)
         self._writes: Ring[Chunk] = Ring(buffers[size.reads :], self._write, when)
         self._entered = threading.local()
-        self._lock = threading.Lock()
+        self._lock, self._copying = threading.Lock(), threading.Lock()
         self._closed = False
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start reading; see `Engine.read`."""
-
-        def finish(results: list[Result], _: Event) -> None:
-            ready: Event = NOW
-            try:
-                ready = self._device.record(self._upwards)
-            except RuntimeError as error:
-                log.error("the end of copies from the ring cannot be told: %s", error)
-                results = [Result(0, errno.EIO) for _ in results]
-            answer(done, results, ready)
-
-        self._submit(self._reads, batch, buffer, finish)
+        self._submit(self._reads, batch, buffer, done)
 
     def write(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start writing; see `Engine.write`."""
@@ -139,18 +129,20 @@ class StagedEngine:
         self._inner.read(chunk.transfers, buffer, partial(self._on_read, chunk, buffer))
 
     def _on_read(self, chunk: Chunk, buffer: Buffer, results: list[Result], _: Event) -> None:
-        slot, ring = chunk.slot.address, buffer.address
+        slot, ring = chunk.batch.slot.address, buffer.address
         copies = [(slot + at, ring + start, size) for at, start, size in chunk.copies(results)]
-        event = self._copy(copies, self._upwards)
-        chunk.end(results if event else chunk.failed())
-        self._reads.give_back(buffer, *([event] if event else []))
+        with self._copying:  # The last event of a batch comes after all of its copies.
+            is_queued, event = self._copy(copies, self._upwards)
+            chunk.batch.ready = event
+        chunk.end(results if is_queued else chunk.failed())
+        self._reads.give_back(buffer, event)
 
     def _write(self, chunk: Chunk, buffer: Buffer) -> None:
-        slot, ring = chunk.slot.address, buffer.address
+        slot, ring = chunk.batch.slot.address, buffer.address
         copies = [(ring + start, slot + at, size) for at, start, size in chunk.copies()]
-        event = self._copy(copies, self._downwards)
-        if event is None:
-            self._on_written(chunk, buffer, chunk.failed(), NOW)
+        is_queued, event = self._copy(copies, self._downwards)
+        if not is_queued:
+            self._on_written(chunk, buffer, chunk.failed(), event)
         elif event.done():
             self._put(chunk, buffer)
         else:
@@ -159,9 +151,9 @@ class StagedEngine:
     def _put(self, chunk: Chunk, buffer: Buffer) -> None:
         self._inner.write(chunk.transfers, buffer, partial(self._on_written, chunk, buffer))
 
-    def _on_written(self, chunk: Chunk, buffer: Buffer, results: list[Result], _: Event) -> None:
+    def _on_written(self, chunk: Chunk, buffer: Buffer, results: list[Result], after: Event) -> None:
         chunk.end(results)
-        self._writes.give_back(buffer)
+        self._writes.give_back(buffer, after)
 
     def _enter_thread(self) -> None:
         """The inner engine's threads need not know of the device."""
@@ -169,13 +161,13 @@ class StagedEngine:
             self._device.enter_thread()
             self._entered.yes = True
 
-    def _copy(self, copies: Sequence[Copy], stream: Stream) -> Event | None:
-        """Queue copies, each (target, source, bytes); None when the device refuses."""
+    def _copy(self, copies: Sequence[Copy], stream: Stream) -> tuple[bool, Event]:
+        """Queue copies, each (target, source, bytes): whether the device took all, and the end of those it took."""
         try:
             self._enter_thread()
             for target, source, size_bytes in copies:
                 self._device.copy(target, source, size_bytes, stream)
-            return self._device.record(stream)
+            return True, self._device.record(stream)
         except RuntimeError as error:
             log.error("copies between a slot and the ring failed: %s", error)
-            return None
+            return False, end_of(self._device, stream)

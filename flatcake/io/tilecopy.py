@@ -5,7 +5,6 @@ were computed in the same pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -32,6 +31,9 @@ from flatcake.units import DIRECT_BYTES, align_up
 class TileCopy(Protocol):
     """Scatters or gathers the tiles of one plan."""
 
+    def push(self, rows: slice) -> None:
+        """Take rows of the pieces that have been made since the last call; tiles come after all of theirs."""
+
     def scatter(self, tile: int, slot: Buffer, skip: Sequence[int] = ()) -> None:
         """Queue the copy of a tile to its pages, without the pieces named in `skip`."""
 
@@ -50,7 +52,7 @@ class Copier(Protocol):
     """Makes the copy objects of one engine's tensors."""
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        """Make the one of a plan; `pages` is what `PagedKV.page_table` has made."""
+        """Make the one of a plan, whose pieces may still be made; `pages` is what `PagedKV.page_table` has made."""
 
 
 class HostCopier:
@@ -61,15 +63,18 @@ class HostCopier:
         self._kv = kv
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        segments = _on_rows(tiles.segments, 2, tiles.segments[:, 1], self._kv, len(pages))
-        table = _on_rows(pieces.table, 1, pieces.table[:, 2], self._kv, len(pages))
-        return _HostCopy(self.host, replace(tiles, segments=segments), replace(pieces, table=table), pages, sums)
+        return _HostCopy(self.host, self._kv, tiles, pieces, pages, sums)
 
 
 class _HostCopy:
-    def __init__(self, host: HostPages, tiles: TilePlan, pieces: Pieces, pages: Int64Array, sums: bool) -> None:
-        self._host, self._tiles, self._pieces, self._pages = host, tiles, pieces, pages
-        self._sums = np.zeros(len(pieces.table), np.uint32) if sums else None
+    def __init__(
+        self, host: HostPages, kv: PagedKV, tiles: TilePlan, pieces: Pieces, pages: Int64Array, sums: bool
+    ) -> None:
+        self._host, self._kv, self._tiles, self._pieces, self._pages = host, kv, tiles, pieces, pages
+        self._sums = np.zeros(len(pieces), np.uint32) if sums else None
+
+    def push(self, rows: slice) -> None:
+        return None
 
     def scatter(self, tile: int, slot: Buffer, skip: Sequence[int] = ()) -> None:
         segments = self._segments(tile, skip)
@@ -101,8 +106,10 @@ class _HostCopy:
         if skip:
             kept = np.setdiff1d(np.arange(self._rows(tile).start, self._rows(tile).stop), skip)
             offset, block, layer = self._pieces.table[kept].T
-            return np.stack([offset, layer, block, np.ones_like(block)], axis=1)
-        return self._tiles.segments[self._tiles.tile_segments[tile] : self._tiles.tile_segments[tile + 1]]
+            segments = np.stack([offset, layer, block, np.ones_like(block)], axis=1)
+        else:
+            segments = self._tiles.segments[self._tiles.tile_segments[tile] : self._tiles.tile_segments[tile + 1]]
+        return _on_rows(segments, 2, segments[:, 1], self._kv, len(self._pages))
 
 
 class GpuCopier:
@@ -124,7 +131,8 @@ class GpuCopier:
         device, stream, before = self.device, self.device.new_stream(), self.device.stream_of(None)
         device.use(stream)
         tables = PieceTables(device, 2, self.table.pages_per_block, stream, sums=sums)
-        tables.fill(np.zeros((2, 3), np.int64), np.full(self.table.pages_per_block, -1), np.zeros(2, np.uint32))
+        tables.set_pages(np.full(self.table.pages_per_block, -1))
+        tables.push(0, np.zeros((2, 3), np.int64), np.zeros(2, np.uint32))
         scratch = device.window(align_up(self.table.payload_bytes(0), DIRECT_BYTES))
         # Where programs are limited, large tiles take several items a program, which is another kernel.
         for limit in (None,) if self.programs_max is None else (None, 1):
@@ -134,48 +142,66 @@ class GpuCopier:
         device.use(before)
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        table = _on_rows(pieces.table, 1, pieces.table[:, 2], self._kv, len(pages))
-        return _GpuCopy(self, replace(pieces, table=table), pages, stream, sums)
+        return _GpuCopy(self, pieces, pages, stream, sums)
+
+    def rows_of(self, table: Int64Array, pages: Int64Array) -> Int64Array:
+        """Rows of a table of pieces as the kernels take them."""
+        return _on_rows(table, 1, table[:, 2], self._kv, len(pages))
 
 
 class PieceTables:
-    """Tables of one plan on both sides: pieces, pages and seeds go up in one copy, sums come back."""
+    """Tables of one plan on both sides: pages, seeds and pieces go up, sums come back."""
 
     def __init__(self, device: Device, pieces: int, pages: int, stream: Stream, *, sums: bool) -> None:
-        sizes = [24 * pieces, 8 * pages, 4 * pieces * sums, 4 * pieces * sums]
-        self._ends = list(accumulate(sizes))
-        mirror = self._mirror = device.mirror(self._ends[-1], stream)
+        sizes = [8 * pages, 4 * pieces * sums, 4 * pieces * sums, 24 * pieces]
+        ends = list(accumulate(sizes))
+        self._starts = [end - size for end, size in zip(ends, sizes, strict=True)]
+        mirror = self._mirror = device.mirror(ends[-1], stream)
         sides: tuple[Any, Any] = mirror.host, mirror.tensor
-        host, there = ([side[end - size : end] for end, size in zip(self._ends, sizes, strict=True)] for side in sides)
-        self._host = host[0].view(np.int64), host[1].view(np.int64), host[2].view(np.uint32)
-        self.sums: Sums = host[3].view(np.uint32)
+        host, there = ([side[start:end] for start, end in zip(self._starts, ends, strict=True)] for side in sides)
+        self._pages, self._seeds, self._pieces = host[0].view(np.int64), host[2].view(np.uint32), host[3].view(np.int64)
+        self.sums: Sums = host[1].view(np.uint32)
         """uint32 [pieces]: what has been fetched."""
-        both = (there[3].view(torch.int32), there[2].view(torch.int32)) if sums else (None, None)
-        self.kernel_tables: Tables = (there[0].view(torch.int64).view(-1, 3), there[1].view(torch.int64), *both)
+        both = (there[1].view(torch.int32), there[2].view(torch.int32)) if sums else (None, None)
+        self.kernel_tables: Tables = (there[3].view(torch.int64).view(-1, 3), there[0].view(torch.int64), *both)
 
-    def fill(self, pieces: Int64Array, pages: Int64Array, seeds: Sums) -> None:
-        """Set all tables and zero the sums; queues the way to the device."""
-        self._host[0][:] = pieces.reshape(-1)
-        self._host[1][:] = pages.reshape(-1)
+    def set_pages(self, pages: Int64Array) -> None:
+        """Set the page table and zero the sums; the first rows of pieces take them along."""
+        self._pages[:] = pages.reshape(-1)
+        self.sums[:] = 0
+
+    def push(self, first: int, pieces: Int64Array, seeds: Sums) -> None:
+        """Set rows of pieces, `first` and those after it; queues their way to the device."""
+        last = first + len(pieces)
+        self._pieces[3 * first : 3 * last] = pieces.reshape(-1)
+        _, sums_start, seeds_start, pieces_start = self._starts
         if len(self.sums):
-            self._host[2][:] = seeds
-            self.sums[:] = 0
-        self._mirror.push()
+            self._seeds[first:last] = seeds
+        if not first:
+            self._mirror.push(0, seeds_start + 4 * last if len(self.sums) else sums_start)
+        elif len(self.sums):
+            self._mirror.push(seeds_start + 4 * first, seeds_start + 4 * last)
+        self._mirror.push(pieces_start + 24 * first, pieces_start + 24 * last)
 
     def fetch(self, first: int, last: int) -> None:
         """Queue the way of the sums of pieces `first` … `last` - 1 to the host."""
         if len(self.sums):
-            self._mirror.pull(self._ends[2] + 4 * first, self._ends[2] + 4 * last)
+            self._mirror.pull(self._starts[1] + 4 * first, self._starts[1] + 4 * last)
 
 
 class _GpuCopy:
     def __init__(self, copier: GpuCopier, pieces: Pieces, pages: Int64Array, stream: Stream, sums: bool) -> None:
         copier.device.use(stream)
         self._copier, self._stream = copier, copier.device.pointer(stream)
+        self._pieces, self._pages = pieces, pages
         self._bounds: list[int] = pieces.tile_pieces.tolist()
-        self._tables = PieceTables(copier.device, len(pieces.table), pages.size, stream, sums=sums)
-        self._tables.fill(pieces.table, pages, pieces.seeds)
+        self._tables = PieceTables(copier.device, len(pieces), pages.size, stream, sums=sums)
+        self._tables.set_pages(pages)
         self._runs: dict[bool, CopyRuns] = {}
+
+    def push(self, rows: slice) -> None:
+        table = self._copier.rows_of(self._pieces.table[rows], self._pages)
+        self._tables.push(rows.start, table, self._pieces.seeds[rows])
 
     def scatter(self, tile: int, slot: Buffer, skip: Sequence[int] = ()) -> None:
         first, last = self._bounds[tile], self._bounds[tile + 1]

@@ -56,7 +56,7 @@ class Window:
         Points of one `line` must be reached in the order of these calls.
         """
         self._shelf.put(slot, after, line)
-        if self._waiting:
+        if self._waiting and (self._shelf.free or not self._is_watched):  # Each look asks the device.
             self._serve()
 
     def collect(self) -> None:

@@ -56,6 +56,8 @@ class Writing:
         self._stream = parts.take_stream()
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
+        for rows in work.pieces.shares():
+            self._copy.push(rows)
         if any(parts.book.is_stale(ref) for ref in self._recording.runs):
             self._fail(0, "stale plan")
         else:

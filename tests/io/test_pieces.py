@@ -33,7 +33,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_pieces_are_those_of_the_segments(plan: Plan, slot_pages: int) -> None:
     limits = make_limits(slot_bytes=slot_pages * 4096, first_tile_bytes=8192)
     tiles = make_tiles(plan.runs, LANES, limits)
-    pieces = Work(plan, tiles, LANES, LAYOUT).pieces
+    pieces = Work(plan, tiles, LANES, LAYOUT).pieces.complete()
     generation_of = {}
     for *_, generation, _, count, first in plan.runs.table.tolist():
         generation_of |= {first + nth: generation for nth in range(count)}
@@ -54,7 +54,7 @@ def test_pieces_are_those_of_the_segments(plan: Plan, slot_pages: int) -> None:
 
 def test_an_empty_plan_has_no_pieces() -> None:
     plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=Runs.none(), keys=make_keys("a", 0))
-    pieces = Work(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, LAYOUT).pieces
+    pieces = Work(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, LAYOUT).pieces.complete()
     assert len(pieces.table) == len(pieces.seeds) == 0 and pieces.tile_pieces.tolist() == [0]
 
 
@@ -64,8 +64,14 @@ def test_a_long_plan_is_expanded_in_shares() -> None:
     rows = [(1, 0, blocks, 3, 0, blocks - 5, 0), (0, 0, 8, 4, 2, 5, blocks - 5)]
     plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=Runs(np.array(rows)), keys=make_keys("a", blocks))
     tiles = make_tiles(plan.runs, lanes, make_limits(slot_bytes=1 << 20, read_bytes_max=1 << 20, file_bytes=1 << 40))
-    pieces = Work(plan, tiles, lanes, LAYOUT).pieces
-    assert len(pieces.table) == 2 * blocks > SHARE
+    pieces, made = Work(plan, tiles, lanes, LAYOUT).pieces, []
+    assert (pieces.made, pieces.tiles_made) == (0, 0)
+    for rows in pieces.shares():
+        made.append(rows)
+        assert pieces.made == rows.stop and pieces.tiles_made == sum(pieces.tile_pieces[1:] <= rows.stop)
+    assert len(made) > 1 and [0, *(rows.stop for rows in made)] == [*(rows.start for rows in made), 2 * blocks]
+    assert pieces.tiles_made == tiles.tiles and not list(pieces.shares())
+    assert len(pieces) == len(pieces.table) == 2 * blocks > SHARE
     tile_of = np.repeat(np.arange(tiles.tiles), np.diff(pieces.tile_pieces))
     at = 0
     for tile, (offset, layer, first, count) in zip(

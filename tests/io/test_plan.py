@@ -203,12 +203,14 @@ def test_reads_never_join_two_media() -> None:
 def test_long_runs_are_split_at_the_largest_read_or_slot() -> None:
     lanes = lane_table(4 * KiB, 8 * KiB)
     table = runs((1, 0, 100, 1, 0, 100, 0))
-    for read_bytes_max, slot_bytes in ((64 * KiB, 1 * MiB), (1 * MiB, 64 * KiB)):
+    # Where slots limit reads, the end of one lane and the beginning of the next share one.
+    counts = -(-400 // 64) + -(-800 // 64), -(-(400 + 800) // 64)
+    for read_bytes_max, slot_bytes, count in ((64 * KiB, 1 * MiB, counts[0]), (1 * MiB, 64 * KiB, counts[1])):
         limits = make_limits(read_bytes_max=read_bytes_max, slot_bytes=slot_bytes)
         plan = make_tiles(table, lanes, limits)
         assert_plan_is_right(plan, table, lanes, limits)
         assert int(plan.reads[:, 2].max()) == 64 * KiB
-        assert len(plan.reads) == -(-400 // 64) + -(-800 // 64)
+        assert len(plan.reads) == count
 
 
 def test_neighbours_merge_up_to_the_largest_read_and_no_further() -> None:
@@ -244,7 +246,27 @@ def test_plan_of_a_long_restore_reads_its_payload_once() -> None:
     rows = [(1, i * GiB, 190, 1, 0, min(190, 3421 - 190 * i), 190 * i) for i in range(19)]
     plan = make_tiles(runs(*rows), lanes, make_limits())
     assert plan.read_bytes == 3421 * 43 * 44 * KiB
-    assert len(plan.reads) <= 43 * 19 * 2
+    assert len(plan.reads) <= 43 * 19 * 2 + plan.tiles, "more than one read a tile is cut"
+
+
+def test_tiles_are_full_whatever_the_length_of_a_lane() -> None:
+    lanes = lane_table(*[48 * KiB] * 43)
+    limits = make_limits(read_bytes_max=24 * MiB, slot_bytes=24 * MiB, first_tile_bytes=2 * MiB, file_bytes=4 * GiB)
+    plan = make_tiles(runs((1, 0, 860, 1, 0, 855, 0)), lanes, limits)
+    sizes = np.add.reduceat(plan.reads[:, 2], plan.tile_reads[:-1])
+    assert sizes[0] <= 2 * MiB and (sizes[4:-1] > 20 * MiB).all() and plan.tiles <= 4 + 73
+    assert len(plan.reads) <= 43 + plan.tiles
+    assert_plan_is_right(plan, runs((1, 0, 860, 1, 0, 855, 0)), lanes, limits)
+
+
+def test_a_read_is_not_cut_for_little_of_a_tile() -> None:
+    lanes = lane_table(*[12 * KiB] * 4)
+    limits = make_limits(read_bytes_max=1 * MiB, slot_bytes=1000 * KiB, first_tile_bytes=1000 * KiB)
+    kept = make_tiles(runs((1, 0, 80, 1, 0, 75, 0)), lanes, limits)
+    assert kept.reads[:, 2].tolist() == [900 * KiB] * 4 and kept.tiles == 4
+    cut = make_tiles(runs((1, 0, 80, 1, 0, 66, 0)), lanes, limits)
+    assert (cut.reads[:, 2] // KiB).tolist() == [792, 204, 588, 408, 384, 612, 180]
+    assert cut.tile_reads.tolist() == [0, 2, 4, 6, 7], "what is left of a tile is a sixth of it or more"
 
 
 def test_full_lanes_of_one_extent_are_one_read_a_tile() -> None:

@@ -46,9 +46,31 @@ def test_no_copy_after_the_first_ones_starts_the_compiler(programs_max: int | No
     assert memory.is_equal(before), "a page was touched"
     warmed, pieces = list(noted.compiled), 9
     tables = PieceTables(device, pieces, 2, device.new_stream(), sums=sums)
-    tables.fill(np.zeros((pieces, 3), np.int64), np.full(2, -1), np.zeros(pieces, np.uint32))
+    tables.set_pages(np.full(2, -1))
+    tables.push(0, np.zeros((pieces, 3), np.int64), np.zeros(pieces, np.uint32))
     for runs in (scatter_runs, gather_runs):
         for count in (1, 2, pieces):
             made: CopyRuns = runs(tables.kernel_tables, copier.table, programs_max)
             made.launch(device.window(1 << 16), 0, count)
     assert noted.compiled == warmed, "a restore waits for the compiler"
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["bytes", "sums"])
+def test_tables_of_pieces_go_up_share_by_share(sums: bool) -> None:
+    device, count = FakeCuda(), 7
+    rng = np.random.default_rng(0)
+    pieces, pages, seeds = rng.integers(0, 9, (count, 3)), rng.integers(0, 9, (3, 2)), rng.integers(0, 9, count)
+    tables = PieceTables(device, count, pages.size, device.new_stream(), sums=sums)
+    tables.set_pages(pages)
+    for first, last in ((0, 3), (3, 4), (4, count)):
+        tables.push(first, pieces[first:last], seeds[first:last].astype(np.uint32))
+        there, page_table, found, seed_table = tables.kernel_tables
+        assert (there[:last].numpy() == pieces[:last]).all() and (page_table.numpy() == pages.reshape(-1)).all()
+        if sums:
+            assert found is not None and seed_table is not None
+            assert (seed_table[:last].numpy() == seeds[:last]).all() and not found.any()
+    if sums:
+        assert found is not None
+        found += torch.arange(count, dtype=torch.int32)
+        tables.fetch(2, 5)
+        assert tables.sums.tolist() == [0, 0, 2, 3, 4, 0, 0]

@@ -5,7 +5,7 @@ import numpy as np
 from flatcake.io.pieces import Work
 from flatcake.io.plan import make_tiles
 from flatcake.io.records import ExtentRef, Record, RecordBook
-from flatcake.io.verdict import wanted_sums
+from flatcake.io.verdict import WantedSums
 from flatcake.kernels.checksum import SUM_KIND, finish
 from flatcake.layout import LaneTable
 from flatcake.messages import Plan, PlanKind, Runs
@@ -30,7 +30,7 @@ def setup() -> tuple[Plan, dict[ExtentRef, Record]]:
 
 def test_wanted_sums_come_from_the_slot_and_layer_of_each_piece() -> None:
     plan, records = setup()
-    pieces = Work(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1).pieces
+    pieces = Work(plan, make_tiles(plan.runs, LANES, make_limits()), LANES, 1).pieces.complete()
     wanted = {}
     for (*_, slot, count, first), base in zip(ROWS, (1000, 2000), strict=True):
         for nth in range(count):
@@ -38,8 +38,12 @@ def test_wanted_sums_come_from_the_slot_and_layer_of_each_piece() -> None:
                 wanted[first + nth, layer] = base + 10 * (slot + nth) + layer
     payload = [100, 200, 300]
     sizes = np.array(payload)[pieces.table[:, 2]]
-    found = finish(wanted_sums(plan, pieces, records, payload), sizes, pieces.seeds)
+    everything, wanted_sums = slice(len(pieces)), WantedSums(plan, pieces, records, payload)
+    found = finish(wanted_sums.of(everything), sizes, pieces.seeds)
     assert found.dtype == np.uint32 and len(found) == 5 * LAYERS
     assert {(b, layer): int(s) for (_, b, layer), s in zip(pieces.table.tolist(), found, strict=True)} == wanted
-    without = finish(wanted_sums(plan, pieces, {REFS[0]: records[REFS[0]]}, payload), sizes, pieces.seeds)
+    some = slice(4, 11)
+    assert (wanted_sums.of(some) == wanted_sums.of(everything)[some]).all()
+    fewer = WantedSums(plan, pieces, {REFS[0]: records[REFS[0]]}, payload)
+    without = finish(fewer.of(everything), sizes, pieces.seeds)
     assert (without[pieces.table[:, 1] >= 3] == 0).all() and (without[pieces.table[:, 1] < 3] > 0).all()

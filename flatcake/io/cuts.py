@@ -1,0 +1,96 @@
+"""Where tiles begin: the pieces of all layers, one after another, cut so that each part fits in a window slot.
+
+Pure.  A tile costs the same however full it is, so none ends with a lane or a run, and a read is cut where one is
+full.
+Read path:  index -> catalog -> plan: [cuts] -> window -> kernels.scatter -> event
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from flatcake.messages import Int64Array
+
+Flags = npt.NDArray[np.bool_]
+
+_GROWTH = 2
+_PART = 6
+"""A read is cut where a tile is full, unless less than this part of a tile would be left of it: then it goes whole into
+the next one."""
+_LIST_MAX = 4096
+
+
+def cut_tiles(
+    segments: Int64Array, ends: Int64Array, opens: Flags, pieces: Int64Array, first_tile_bytes: int, slot_bytes: int
+) -> Int64Array:
+    """Find where tiles begin: each is as full as whole pieces make it, has one at least, and the first ones are small.
+
+    Args:
+        segments: As in `TilePlan`, in the order in which they are read; their offsets are in the medium.
+        ends: int64 [segments]: the end of each in the medium.
+        opens: Segments that a read begins with; any other belongs to the read of the one before it.
+        pieces: int64 [segments]: bytes of a piece.
+        first_tile_bytes: The first tile holds so much, each further one twice as much as the one before.
+        slot_bytes: No tile holds more.
+
+    Returns:
+        int64 [tiles - 1, 2]: the segment in which each tile but the first begins, and how many of its blocks come
+        before.
+
+    Cost: O(segments) array elements, and a microsecond a tile.
+    """
+    count, sizes = len(segments), segments[:, 3] * pieces
+    holes = np.zeros(count, np.int64)  # Those that a read runs through.
+    holes[1:] = np.where(opens[1:], 0, segments[1:, 0] - ends[:-1])
+    stops = (sizes + holes).cumsum()
+    starts, heads = stops - sizes, np.maximum.accumulate(np.where(opens, np.arange(count), 0))
+    cuts, begin, end, limit_bytes = [], 0, int(stops[-1:].sum()), min(first_tile_bytes, slot_bytes)
+    # Looking at an element of a list is quick, making one is not: worth it while there are few segments a tile.
+    columns = (array.tolist() if count < _LIST_MAX else array for array in (stops, starts, pieces, heads))
+    stop_of, start_of, piece_of, head_of = cast(Iterator[Sequence[int]], columns)
+    while begin + limit_bytes < end:
+        number = bisect_right(stop_of, begin + limit_bytes)
+        start, piece, head = start_of[number], piece_of[number], head_of[number]
+        room_bytes = begin + limit_bytes - start
+        blocks = room_bytes // piece if room_bytes > 0 else 0
+        head_start = start_of[head]
+        if begin < head_start and start + blocks * piece - head_start < limit_bytes // _PART:
+            number, start, blocks = head, head_start, 0
+        elif start + blocks * piece <= begin:
+            blocks = 1 + (begin - start) // piece  # One piece at least.
+            if start + blocks * piece == stop_of[number]:
+                number, blocks = number + 1, 0
+                if number == count:
+                    break
+                start = start_of[number]
+        cuts.append((number, blocks))
+        begin = start + blocks * piece
+        if limit_bytes < slot_bytes:
+            limit_bytes = min(limit_bytes * _GROWTH, slot_bytes)
+    return np.array(cuts, np.int64).reshape(-1, 2)
+
+
+def cut_segments(
+    segments: Int64Array, pieces: Int64Array, cuts: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Cut segments where a tile begins inside: the new ones, the one that each comes from, `TilePlan.tile_segments`."""
+    inside = cuts[:, 1] > 0
+    parts = 1 + np.bincount(cuts[inside, 0], minlength=len(segments))
+    sources = np.repeat(np.arange(len(segments)), parts)
+    firsts = parts.cumsum() - parts
+    skipped = np.zeros(len(sources), np.int64)
+    is_rest = np.ones(len(sources), np.bool_)
+    is_rest[firsts] = False
+    skipped[is_rest] = cuts[inside, 1]
+    stops = segments[sources, 3]
+    stops[:-1][is_rest[1:]] = cuts[inside, 1]
+    segments = segments[sources]
+    segments[:, 0] += skipped * pieces[sources]
+    segments[:, 2] += skipped
+    segments[:, 3] = stops - skipped
+    begins = firsts[cuts[:, 0]]
+    begins[inside] = np.flatnonzero(is_rest)
+    return segments, sources, np.concatenate([np.zeros(min(1, len(segments)), np.int64), begins, [len(segments)]])
