@@ -83,7 +83,7 @@ class Logged:
         self._inner.gather(tile, slot)
 
     def fetch_sums(self, tiles: Sequence[int]) -> None:
-        self._log.append(("fetch", *tiles))
+        self._log.append(("fetch", self._stream, tuple(tiles)))
         self._inner.fetch_sums(tiles)
 
     def __getattr__(self, name: str) -> Any:
@@ -209,5 +209,5 @@ def test_the_checksums_of_each_tile_are_fetched_once_and_after_its_gather() -> N
         gathered = [sum(entry[0] == "gather" for entry in found[:at]) for at in fetches]
         tiles = sum(entry[0] == "gather" for entry in found)
         assert tiles > 2 and gathered == [tiles - 1, tiles]
-        assert [found[at][1:] for at in fetches] == [tuple(range(tiles - 1)), (tiles - 1,)]
+        assert [found[at][2] for at in fetches] == [tuple(range(tiles - 1)), (tiles - 1,)]
         check(store)
