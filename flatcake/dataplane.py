@@ -7,6 +7,7 @@ catalog elsewhere sends it plans.
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from flatcake.io.device import Event
 from flatcake.io.paged import PagedKV, PageTable
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
-from flatcake.io.plan import PlanLimits, Wanted, make_tiles
+from flatcake.io.plan import PlanLimits, TilePlan, Wanted, make_tiles
 from flatcake.io.pump import Timer
 from flatcake.io.reading import Reading
 from flatcake.io.restore import Restore
@@ -59,6 +60,7 @@ class DataPlane:
         self.before_release: Callable[[int], object] = lambda end_ns: None
         """Called at close when no I/O is in flight, and files and memory are still there."""
         self._geometry = geometry
+        self._write_limits = replace(parts.limits, gap_bytes_limit=0, first_tile_bytes=parts.limits.slot_bytes)
         self._restores_max = restores_max
         self._close_parts = close_parts
         self._lock = threading.Lock()
@@ -100,15 +102,9 @@ class DataPlane:
         self._require_open()
         blocks = len(plan.keys)
         table = self.kv.page_table(pages, blocks, self._geometry.pages_per_block, whole_from=blocks)
-        work, after = self._expand(plan, self.parts.limits, self.kv.wanted(table)), self._mark(stream)
-        restore = Restore(
-            self.parts.device,
-            self.parts.clock,
-            work.tiles,
-            blocks=blocks,
-            block_tokens=self._geometry.block_tokens,
-            layers=self.parts.lanes.layer_count,
-        )
+        work = self._expand(plan, self.parts.limits, self.kv.wanted(table))
+        after = self.parts.device.record(self.parts.device.stream_of(stream))
+        restore = self._handle(work.tiles, blocks)
         limit = self.parts.window.slots if slots_max is None else max(1, slots_max)
         reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report), limit)
         with self._lock:
@@ -119,7 +115,16 @@ class DataPlane:
         self.parts.pump.post(lambda: self._queue(reading, lambda: reading.start(table, after)))
         return restore
 
-    def save(self, plan: Plan, pages: object, *, stream: object = None, deadline_ns: int, report: Report) -> Save:
+    def save(
+        self,
+        plan: Plan,
+        pages: object,
+        *,
+        stream: object = None,
+        deadline_ns: int,
+        report: Report,
+        deferred: bool = True,
+    ) -> Save:
         """Prepare a save that `Save.start` begins; returns at once.
 
         Args:
@@ -128,6 +133,7 @@ class DataPlane:
             stream: The producer: what is queued there at the start is waited for before the pages are read.
             deadline_ns: Time of the clock after which no further write is begun; the start included.
             report: As for `restore`.
+            deferred: It may be started later, or never.  One that is started at once has its deadline set meanwhile.
 
         Raises:
             PageTableError: The page table is too short, out of range, or names a page twice.  Nothing was begun.
@@ -136,19 +142,23 @@ class DataPlane:
         self._require_open()
         if not isinstance(pages, PageTable):
             pages = self.check_pages(pages, len(plan.keys), plan.runs.column(FIRST_BLOCK).min(initial=len(plan.keys)))
-        table, work = pages.rows, self._expand(plan, self._write_limits())
+        table, work = pages.rows, self._expand(plan, self._write_limits)
         producer = self.parts.device.stream_of(stream)
 
         def begin() -> None:
-            after = self.parts.device.record(producer)
-            self.parts.pump.post(lambda: writing.start(table, after))
+            self.parts.pump.post(partial(start, self.parts.device.record(producer)))
+
+        def start(after: Event) -> None:
+            writing.start(table, after)
+            self._set_deadline(writing, deadline_ns)
 
         save = Save(len(plan.keys), begin)
         writing = Writing(self.parts, save, work, lambda done: self._end_save(writing, done, report))
         with self._lock:
             self._require_open()
             self._saves.add(writing)
-            self._deadlines[writing] = self.parts.pump.at(deadline_ns, partial(writing.give_up, "deadline"))
+        if deferred:
+            self._set_deadline(writing, deadline_ns)
         return save
 
     def check_pages(self, pages: object, blocks: int, first_block: int = 0) -> PageTable:
@@ -187,16 +197,7 @@ class DataPlane:
 
     def nothing(self, reason: str, blocks: int = 0) -> Restore:
         """A restore that is over before it began: a miss with a reason, or `blocks` that are in the pages already."""
-        empty = make_tiles(Runs.none(), self.parts.lanes, self.parts.limits)
-        layers = self.parts.lanes.layer_count
-        restore = Restore(
-            self.parts.device,
-            self.parts.clock,
-            empty,
-            blocks=blocks,
-            block_tokens=self._geometry.block_tokens,
-            layers=layers,
-        )
+        restore = self._handle(make_tiles(Runs.none(), self.parts.lanes, self.parts.limits), blocks)
         if reason:
             restore.cancel(reason)
         restore.end()
@@ -255,10 +256,17 @@ class DataPlane:
         self.parts.pump.post(self._start_queued)
         report(done)
 
+    def _set_deadline(self, writing: Writing, deadline_ns: int) -> None:
+        with self._lock:
+            if writing in self._saves and writing not in self._deadlines:
+                self._deadlines[writing] = self.parts.pump.at(deadline_ns, partial(writing.give_up, "deadline"))
+
     def _end_save(self, writing: Writing, done: Completion, report: Report) -> None:
         with self._lock:
             self._saves.discard(writing)
-            self.parts.pump.forget(self._deadlines.pop(writing))
+            timer = self._deadlines.pop(writing, None)
+        if timer is not None:
+            self.parts.pump.forget(timer)
         report(done)
 
     def _on_failure(self) -> None:
@@ -275,19 +283,10 @@ class DataPlane:
         tiles = make_tiles(plan.runs, self.parts.lanes, limits, wanted)
         return Work(plan, tiles, self.parts.lanes, self.parts.layout)
 
-    def _write_limits(self) -> PlanLimits:
-        limits = self.parts.limits
-        return PlanLimits(
-            gap_bytes_limit=0,
-            read_bytes_max=limits.read_bytes_max,
-            slot_bytes=limits.slot_bytes,
-            file_bytes=limits.file_bytes,
-            first_tile_bytes=limits.slot_bytes,
-        )
-
-    def _mark(self, stream: object) -> Event:
-        device = self.parts.device
-        return device.record(device.stream_of(stream))
+    def _handle(self, tiles: TilePlan, blocks: int) -> Restore:
+        parts, block_tokens = self.parts, self._geometry.block_tokens
+        layers = parts.lanes.layer_count
+        return Restore(parts.device, parts.clock, tiles, blocks=blocks, block_tokens=block_tokens, layers=layers)
 
     def _require_open(self) -> None:
         if self._is_closed:

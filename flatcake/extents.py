@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
 from sortedcontainers import SortedDict, SortedList
 
 from flatcake.gva import Medium
@@ -152,15 +150,18 @@ class ExtentTable:
         Returns:
             The extent, or None when not even one block fits.  Cost: O(log n).
         """
-        room = min(room_blocks, self.room_left())
-        if room < 1:
-            return None
-        self.shrunk_count += room < room_blocks
-        base = self.ranges.allocate(self.lanes.extent_bytes(room))
+        room, size_bytes = room_blocks, self.lanes.extent_bytes(room_blocks)
+        if room < 1 or size_bytes > self.ranges.largest_bytes:
+            room = min(room, self.room_left())
+            if room < 1:
+                return None
+            self.shrunk_count += 1
+            size_bytes = self.lanes.extent_bytes(room)
+        base = self.ranges.allocate(size_bytes)
         assert base is not None
         extent = Extent(self.medium, base, room, generation, scope_id)
         self._by_base[base] = extent
-        self.used_bytes += self.lanes.extent_bytes(room)
+        self.used_bytes += size_bytes
         return extent
 
     def restore(self, extents: Sequence[Extent]) -> None:
@@ -195,11 +196,6 @@ class ExtentTable:
         """Offset of the layer-0 piece of block `slot` of an extent: the GVA's offset field."""
         first = extent.base_bytes + self.lanes.first_piece_offset(extent.room_blocks)
         return first + slot * int(self.lanes.piece_bytes[0])
-
-    def piece_offsets(self, extent: Extent, slot: int, blocks: int) -> npt.NDArray[np.int64]:
-        """int64 [blocks]: the same for consecutive blocks from `slot` on."""
-        first, piece_bytes = self.piece_offset(extent, slot), int(self.lanes.piece_bytes[0])
-        return np.arange(first, first + blocks * piece_bytes, piece_bytes, dtype=np.int64)
 
     def slot_of(self, extent: Extent, offset_bytes: int) -> int:
         """Inverse of `piece_offset`."""

@@ -10,10 +10,10 @@ Read path:  keys -> [index] -> lease -> [index] -> plan
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-from flatcake.errors import AddressError, CapacityError, ConfigError, ShapeError
-from flatcake.gva import GVA_LIMIT, MEDIUM_LIMIT, MEDIUM_SHIFT
+from flatcake.errors import CapacityError, ConfigError
+from flatcake.gva import GVA_LIMIT, MEDIUM_LIMIT
+from flatcake.keyrows import Numbers, Words, are_distinct, by_medium, check_gvas, grouped, halves
 
 MISS = np.uint64(2**64 - 1)
 """What `lookup` returns for an absent key; of a reserved medium, so never an address."""
@@ -24,9 +24,6 @@ _LINE_WORDS = 8
 _HALF = np.uint64(32)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _MIX_LAST = np.uint64(0xC2B2AE3D27D4EB4F)
-
-_Words = npt.NDArray[np.uint64]
-_Slots = npt.NDArray[np.int64]
 
 
 class Index:
@@ -56,7 +53,7 @@ class Index:
         self._passed = np.zeros(self._buckets, np.uint32)
         self._live = 0
         self._on_medium = np.zeros(MEDIUM_LIMIT, np.int64)
-        self.watch: Callable[[_Words, _Words, _Words], object] | None = None
+        self.watch: Callable[[Words, Words, Words], object] | None = None
         """Called after each change with keys, and their addresses before and after it, `MISS` where there is none."""
 
     def __len__(self) -> int:
@@ -71,7 +68,7 @@ class Index:
         """Memory of all arrays, in bytes; constant."""
         return sum(array.nbytes for array in (self._first, self._last, self._gvas, self._passed))
 
-    def lookup(self, keys: _Words) -> _Words:
+    def lookup(self, keys: Words) -> Words:
         """Find the addresses of many keys.  No side effect, no lock.
 
         Args:
@@ -85,9 +82,9 @@ class Index:
 
         Cost: O(n), about three cache lines a key.
         """
-        return self._find(*_halves(keys))[1]
+        return self._find(*halves(keys))[1]
 
-    def publish(self, keys: _Words, gvas: _Words) -> _Words:
+    def publish(self, keys: Words, gvas: Words) -> Words:
         """Make blocks findable; a key that is there already gets the new address.
 
         A batch means what its rows mean one after another: of a repeated key the last address stays.
@@ -108,30 +105,40 @@ class Index:
 
         Cost: O(n log n).
         """
-        first, last = _halves(keys)
-        _check_gvas(gvas, len(first))
-        order, starts = _grouped(first, last)
+        first, last = halves(keys)
+        check_gvas(gvas, len(first))
+        if are_distinct(first):
+            slots, old = self._find(first, last)
+            self._put(keys, gvas, slots, old)
+            return old
+        order, starts = grouped(first, last)
         heads, tails = order[starts], order[np.roll(starts, -1)]  # First and last row of each distinct key.
+        given = tails.argsort()
+        heads, tails = heads[given], tails[given]
         slots, old = self._find(first[heads], last[heads])
-        fresh = slots < 0
-        added = int(np.count_nonzero(fresh))
-        if self._live + added > self.entries_max:
-            raise CapacityError(
-                f"index: {added} new entries, {self.entries_max - self._live} free; withdraw some or raise entries_max"
-            )
+        self._put(keys[tails], gvas[tails], slots, old)
         superseded = np.empty(len(first), np.uint64)
         superseded[order[1:]] = gvas[order[:-1]]
         superseded[heads] = old
-        self._gvas[slots[~fresh]] = gvas[tails[~fresh]]
-        self._insert(first[tails[fresh]], last[tails[fresh]], gvas[tails[fresh]])
-        self._live += added
-        self._on_medium += _by_medium(gvas[tails]) - _by_medium(old[~fresh])
-        if self.watch is not None:
-            asked = np.argsort(tails)
-            self.watch(keys[tails[asked]], old[asked], gvas[tails[asked]])
         return superseded
 
-    def withdraw(self, keys: _Words, gvas: _Words) -> int:
+    def claim(self, keys: Words, gvas: Words, over: np.uint64) -> Words:
+        """`publish` the rows whose key is absent or has an address of `over` or more, and leave the others alone.
+
+        Returns:
+            uint64 [n]: the address that each key had before, or `MISS`, which is above all addresses.
+        """
+        first, last = halves(keys)
+        check_gvas(gvas, len(first))
+        slots, old = self._find(first, last)
+        mine = old >= over
+        if mine.all() and are_distinct(first):
+            self._put(keys, gvas, slots, old)
+        else:
+            self.publish(keys[mine], gvas[mine])
+        return old
+
+    def withdraw(self, keys: Words, gvas: Words) -> int:
         """Remove the entries that still have the given address.
 
         A key that is absent, or that has been published with another address since, is left alone: a
@@ -152,8 +159,8 @@ class Index:
 
         Cost: O(n log n).
         """
-        first, last = _halves(keys)
-        _check_gvas(gvas, len(first))
+        first, last = halves(keys)
+        check_gvas(gvas, len(first))
         slots, current = self._find(first, last)
         rows = np.flatnonzero(current == gvas)
         slots, kept = np.unique(slots[rows], return_index=True)
@@ -161,7 +168,7 @@ class Index:
         self._gvas[slots] = MISS
         np.subtract.at(self._passed, self._passed_by(self._home(first[rows], last[rows]), slots), 1)
         self._live -= len(slots)
-        self._on_medium -= _by_medium(gvas[rows])
+        self._on_medium -= by_medium(gvas[rows])
         if self.watch is not None and len(rows):
             rows = np.sort(rows)
             self.watch(keys[rows], gvas[rows], np.full(len(rows), MISS, np.uint64))
@@ -179,106 +186,100 @@ class Index:
         first, last = self._first[slots], self._last[slots]
         assert len(slots) == self._live <= self.entries_max, (len(slots), self._live, self.entries_max)
         assert (self._gvas[slots] < GVA_LIMIT).all(), "an entry holds no valid address"
-        assert (self._on_medium == _by_medium(self._gvas[slots])).all(), "media are counted wrong"
-        assert _grouped(first, last)[1].all(), "a key is stored twice"
+        assert (self._on_medium == by_medium(self._gvas[slots])).all(), "media are counted wrong"
+        assert grouped(first, last)[1].all(), "a key is stored twice"
         found, gvas = self._find(first, last)
         assert (found == slots).all() and (gvas == self._gvas[slots]).all(), "an entry cannot be found"
         passed = np.bincount(self._passed_by(self._home(first, last), slots), minlength=self._buckets)
         assert (passed == self._passed).all(), "a bucket's counter differs from the keys that passed it"
 
-    def _home(self, first: _Words, last: _Words) -> _Slots:
+    def _home(self, first: Words, last: Words) -> Numbers:
         """Map keys to buckets.  Mixed, so that ready-made keys need not be random in every bit."""
         mixed = (first ^ last * _MIX_LAST) * _MIX >> _HALF
         return (mixed * np.uint64(self._buckets) >> _HALF).astype(np.int64)
 
-    def _find(self, first: _Words, last: _Words) -> tuple[_Slots, _Words]:
+    def _find(self, first: Words, last: Words) -> tuple[Numbers, Words]:
         """Find the slot (-1 where absent) and the address (`MISS` where absent) of each key."""
-        slots = np.full(len(first), -1, np.int64)
-        gvas = np.full(len(first), MISS, np.uint64)
-        rows, buckets = np.arange(len(first)), self._home(first, last)
+        slots, gvas = np.empty(len(first), np.int64), np.empty(len(first), np.uint64)
+        slots.fill(-1)
+        gvas.fill(MISS)
+        rows, buckets, wanted = np.arange(len(first)), self._home(first, last), first
         firsts = self._first.reshape(-1, _LANES)
         for _ in range(self._buckets):
-            if not len(rows):
-                break
-            nth, lane = (firsts.take(buckets, axis=0) == first[rows, None]).nonzero()
-            slot, row = buckets[nth] * _LANES + lane, rows[nth]
-            # The halves are compared before and after the address is read.  A writer that gives the slot to
-            # another key writes MISS, then the halves, then the address: one of the three gives it away.
-            # Only a slot that went to another key and back in between is missed, and the lease catches that.
-            gva = self._gvas.take(slot)
-            same = (gva != MISS) & (self._first.take(slot) == first[row]) & (self._last.take(slot) == last[row])
-            row = row[same]
-            slots[row], gvas[row] = slot[same], gva[same]
-            left = (gvas[rows] == MISS).nonzero()[0]
+            nth, lane = (firsts.take(buckets, axis=0) == wanted[:, None]).nonzero()
+            if len(nth):
+                slot, row = buckets[nth] * _LANES + lane, rows[nth]
+                # The halves are compared before and after the address is read.  A writer that gives the slot to
+                # another key writes MISS, then the halves, then the address: one of the three gives it away.
+                # Only a slot that went to another key and back in between is missed, and the lease catches that.
+                gva = self._gvas.take(slot)
+                same = (gva != MISS) & (self._first.take(slot) == first[row]) & (self._last.take(slot) == last[row])
+                row = row[same]
+                slots[row], gvas[row] = slot[same], gva[same]
+                left = (gvas[rows] == MISS).nonzero()[0]
+                left = left[self._passed.take(buckets[left]) > 0] if len(left) else left
+            else:
+                left = self._passed.take(buckets).nonzero()[0]
             if not len(left):
                 break
-            left = left[self._passed.take(buckets[left]) > 0]
             rows, buckets = rows[left], (buckets[left] + 1) % self._buckets
+            wanted = first[rows]
         return slots, gvas
 
-    def _insert(self, first: _Words, last: _Words, gvas: _Words) -> None:
+    def _put(self, keys: Words, gvas: Words, slots: Numbers, old: Words) -> None:
+        """Give distinct keys their addresses; `_find` has just said where they are."""
+        known = (slots >= 0).nonzero()[0]
+        added = len(keys) - len(known)
+        if self._live + added > self.entries_max:
+            raise CapacityError(
+                f"index: {added} new entries, {self.entries_max - self._live} free; withdraw some or raise entries_max"
+            )
+        self._on_medium += by_medium(gvas)
+        fresh: Numbers | slice = slice(None)
+        if len(known):
+            self._gvas[slots[known]] = gvas[known]
+            self._on_medium -= by_medium(old[known])
+            fresh = (slots < 0).nonzero()[0]
+        self._insert(keys[fresh, 0], keys[fresh, 1], gvas[fresh])
+        self._live += added
+        if self.watch is not None:
+            self.watch(keys, old, gvas)
+
+    def _insert(self, first: Words, last: Words, gvas: Words) -> None:
         """Give each of these absent, distinct keys the first free slot from its home; there is room for all."""
         buckets = self._home(first, last)
         table = self._gvas.reshape(-1, _LANES)
         while len(buckets):
-            order = np.argsort(buckets, kind="stable")
+            order = buckets.argsort(kind="stable")
             first, last, gvas, buckets = first[order], last[order], gvas[order], buckets[order]
-            turn = np.arange(len(buckets)) - np.searchsorted(buckets, buckets)  # Place in its bucket's queue.
+            turn = np.arange(len(buckets)) - buckets.searchsorted(buckets)  # Place in its bucket's queue.
             free = table.take(buckets, axis=0) == MISS
-            nth_free = np.cumsum(free, axis=1)
+            nth_free = free.cumsum(axis=1)
             fits = turn < nth_free[:, -1]
-            lanes = np.argmax(nth_free == turn[:, None] + 1, axis=1)
-            slots = (buckets * _LANES + lanes)[fits]
+            slots = buckets * _LANES + (nth_free == turn[:, None] + 1).argmax(axis=1)
+            done = fits.nonzero()[0]
+            slots = slots[done]
             # The address comes last: until then the slot is empty to readers, whatever its halves are.
-            self._first[slots] = first[fits]
-            self._last[slots] = last[fits]
-            self._gvas[slots] = gvas[fits]
+            self._first[slots] = first[done]
+            self._last[slots] = last[done]
+            self._gvas[slots] = gvas[done]
+            if len(done) == len(buckets):
+                break
             first, last, gvas, buckets = first[~fits], last[~fits], gvas[~fits], buckets[~fits]
             np.add.at(self._passed, buckets, 1)
             buckets = (buckets + 1) % self._buckets
 
-    def _passed_by(self, homes: _Slots, slots: _Slots) -> _Slots:
+    def _passed_by(self, homes: Numbers, slots: Numbers) -> Numbers:
         """List the buckets that each key passed between its home and its slot, once a key."""
         far = (slots // _LANES - homes) % self._buckets
         step = np.arange(far.sum()) - np.repeat(np.cumsum(far) - far, far)
         return np.asarray((np.repeat(homes, far) + step) % self._buckets)
 
 
-def _words(count: int, value: int) -> _Words:
+def _words(count: int, value: int) -> Words:
     """Make an array whose buckets do not straddle cache lines."""
     raw = np.empty(count + _LINE_WORDS - 1, np.uint64)
     start = -raw.ctypes.data % (8 * _LINE_WORDS) // 8
     words = raw[start : start + count]
     words.fill(value)
     return words
-
-
-def _halves(keys: _Words) -> tuple[_Words, _Words]:
-    """Check keys and split them into contiguous columns."""
-    if not isinstance(keys, np.ndarray) or keys.dtype != np.uint64 or keys.ndim != 2 or keys.shape[1] != 2:
-        raise ShapeError(f"keys: expected uint64 [n, 2], got {_described(keys)}")
-    return np.ascontiguousarray(keys[:, 0]), np.ascontiguousarray(keys[:, 1])
-
-
-def _check_gvas(gvas: _Words, count: int) -> None:
-    if not isinstance(gvas, np.ndarray) or gvas.dtype != np.uint64 or gvas.shape != (count,):
-        raise ShapeError(f"gvas: expected uint64 [{count}], got {_described(gvas)}")
-    if count and int(gvas.max()) >= GVA_LIMIT:
-        raise AddressError(f"gvas: {int(gvas.max()):#x} is no address; expected values that gva.encode returns")
-
-
-def _by_medium(gvas: _Words) -> _Slots:
-    """Count addresses by their medium."""
-    return np.bincount((gvas >> np.uint64(MEDIUM_SHIFT)).astype(np.int64), minlength=MEDIUM_LIMIT)
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def _grouped(first: _Words, last: _Words) -> tuple[_Slots, npt.NDArray[np.bool_]]:
-    """Sort rows by key, equal keys in their given order, and mark where each distinct key starts."""
-    order = np.lexsort((last, first))
-    starts = np.ones(len(order), np.bool_)
-    starts[1:] = np.diff(first[order]).astype(np.bool_) | np.diff(last[order]).astype(np.bool_)
-    return order, starts

@@ -9,6 +9,7 @@ Read path:  tokens -> [keys] -> index -> plan
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ _TOKEN_BYTES = 4
 _TOKEN_LIMIT = 1 << (8 * _TOKEN_BYTES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Identity:
     """Everything about a store that changes the bytes of a block (its tokens, salt and extra aside)."""
 
@@ -57,6 +58,10 @@ class Identity:
 
     def digest(self) -> bytes:
         """Digest all fields with their names as 16 bytes, equal in every process and on every machine."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         parts = [text for field in fields(self) for text in (field.name, str(getattr(self, field.name)))]
         return _digest(b"flatcake.ident", *(part.encode() for part in parts))
 
@@ -100,8 +105,9 @@ class Chain:
         step, last = self._block_bytes, self._last
         end = len(data) // step * step
         digests = []
+        blake2b = hashlib.blake2b
         for start in range(0, end, step):
-            last = hashlib.blake2b(last + data[start : start + step], digest_size=_DIGEST_BYTES).digest()
+            last = blake2b(last + data[start : start + step], digest_size=_DIGEST_BYTES).digest()
             digests.append(last)
         self._last, self._rest = last, bytes(data[end:])
         return np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2).astype(np.uint64)
@@ -172,7 +178,7 @@ def _token_bytes(tokens: Sequence[int] | npt.ArrayLike) -> bytes:
         return b""
     if array.dtype.kind not in "iu":
         raise ShapeError(f"tokens: expected integers from 0 to {_TOKEN_LIMIT - 1}, got dtype {array.dtype}")
-    if int(array.min()) < 0 or int(array.max()) >= _TOKEN_LIMIT:
+    if not 0 <= int(np.bitwise_or.reduce(array)) < _TOKEN_LIMIT:  # One that is negative or too large makes it so.
         raise ShapeError(f"tokens: expected integers from 0 to {_TOKEN_LIMIT - 1}, got one outside")
     return array.astype("<u4").tobytes()
 

@@ -38,6 +38,8 @@ class LaneTable:
     """int64 [layers]: bytes of one block in the layers before this one."""
     block_bytes: int
     """Bytes of one block over all layers."""
+    piece_bytes_max: int
+    """Of the largest layer."""
 
     @classmethod
     def of(cls, geometry: Geometry) -> "LaneTable":
@@ -47,7 +49,8 @@ class LaneTable:
     def of_pieces(cls, piece_bytes: Sequence[int]) -> "LaneTable":
         """The same from the padded bytes of a piece of each layer."""
         sizes = np.array(piece_bytes, np.int64)
-        return cls(sizes, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)[:-1]]), int(sizes.sum()))
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)[:-1]])
+        return cls(sizes, before, int(sizes.sum()), int(sizes.max()))
 
     @property
     def layer_count(self) -> int:
@@ -110,7 +113,7 @@ def room_max(lanes: LaneTable, lane_bytes_max: int, file_bytes: int) -> int:
     Raises:
         ConfigError: Not even one block fits in a file.
     """
-    room = max(1, lane_bytes_max // int(lanes.piece_bytes.max()))
+    room = max(1, lane_bytes_max // lanes.piece_bytes_max)
     if not lanes.room_blocks(file_bytes):
         raise ConfigError(
             f"a file of {file_bytes} bytes cannot hold one block; expected at least {lanes.extent_bytes(1)}: "

@@ -73,16 +73,19 @@ def prefix_of(gvas: npt.NDArray[np.uint64], blocks: Int64Array, space: Space) ->
 
 def runs_of(slots: list[Slots], blocks: Int64Array) -> Runs:
     """The runs of reserved slots, where `blocks[i]` of the request goes to the i-th slot."""
+    cuts = ((blocks[1:] - blocks[:-1] != 1).nonzero()[0] + 1).tolist()
     rows: list[tuple[int, ...]] = []
-    at = 0
+    at = nth = 0
     for part in slots:
-        extent, indices = part.extent, blocks[at : at + part.count]
-        cuts = np.flatnonzero(np.diff(indices) != 1) + 1
-        for piece in np.split(np.arange(part.count), cuts):
-            slot = part.first + int(piece[0])
-            row = (extent.medium, extent.base_bytes, extent.room_blocks, extent.generation, slot, len(piece))
-            rows.append((*map(int, row), int(indices[piece[0]])))
-        at += part.count
+        extent, begin, end = part.extent, at, at + part.count
+        while at < end:
+            while nth < len(cuts) and cuts[nth] <= at:
+                nth += 1
+            stop = min(end, cuts[nth]) if nth < len(cuts) else end
+            slot = part.first + at - begin
+            row = (int(extent.medium), extent.base_bytes, extent.room_blocks, extent.generation, slot, stop - at)
+            rows.append((*row, int(blocks[at])))
+            at = stop
     return Runs(np.array(rows, np.int64).reshape(-1, RUN_COLUMNS))
 
 

@@ -57,14 +57,14 @@ def reserve_turn(
     medium = Medium(decision.medium)  # A user's placement may name anything: raise before a slot is taken.
     if not space.tables[medium].ranges.size_bytes:
         medium = next(other for other in Medium if other is not medium)
-    lead = np.arange(first_block, min(decision.shared_dram_blocks, len(gvas)))
-    lead = lead[(gvas[lead] == MISS) | (gvas[lead] >= DRAM_GVA_LIMIT)]
-    slots = _reserve(None, Medium.DRAM, len(lead), space, pinned, now_ns)
-    if slots is None:
-        lead, slots = lead[:0], []
     missing = gvas == MISS
-    missing[lead] = missing[:first_block] = False
-    rest = np.flatnonzero(missing)
+    missing[:first_block] = False
+    lead, slots = _lead(request, decision.shared_dram_blocks), list[Slots]()
+    if len(lead):
+        found = _reserve(None, Medium.DRAM, len(lead), space, pinned, now_ns)
+        lead, slots = (lead, found) if found is not None else (lead[:0], [])
+        missing[lead] = False
+    rest = missing.nonzero()[0]
     taken = _reserve_rest(request.session, medium, len(rest), space, pinned, now_ns)
     if isinstance(taken, str):
         space.give_back(slots)
@@ -73,7 +73,13 @@ def reserve_turn(
     for scope in {part.scope for part in taken}:
         scope.roots |= roots - {scope.scope_id}
     spilled = medium is Medium.DRAM and any(part.extent.medium is Medium.SSD for part in taken)
-    return Reservation(slots + taken, np.concatenate([lead, rest]), spilled)
+    return Reservation(slots + taken, np.concatenate([lead, rest]) if len(lead) else rest, spilled)
+
+
+def _lead(request: SaveRequest, shared_blocks: int) -> Int64Array:
+    """Blocks of a shared prompt that are not in DRAM yet."""
+    lead = np.arange(request.turn.first_block, min(shared_blocks, len(request.gvas)))
+    return lead[request.gvas[lead] >= DRAM_GVA_LIMIT] if len(lead) else lead  # A miss is above all addresses.
 
 
 def _signals(request: SaveRequest, space: Space, now_ns: int) -> TurnSignals:

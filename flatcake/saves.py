@@ -56,7 +56,7 @@ class OpenSaves:
                 self._beginning -= 1
                 if isinstance(plan, Plan) and len(plan.runs):
                     self._saves[plan.plan_id] = None
-                    if Medium.SSD in plan.runs.column(MEDIUM):
+                    if Medium.SSD in plan.runs.column(MEDIUM).tolist():
                         self._to_commit.add(plan.plan_id)
         return plan
 

@@ -23,6 +23,8 @@ def rows_to_commit(plan: OpenPlan) -> list[TurnRow]:
     """What the manifest must know before a save is published: a row for each scope on SSD; DRAM dies with us."""
     if plan.kind is not PlanKind.SAVE or plan.first_bad_block is not None:
         return []
+    if not any(part.scope.medium is Medium.SSD for part in plan.slots):
+        return []
     rows = []
     for scope, (slots, blocks) in _shares(plan).items():
         if scope.medium is Medium.SSD:
@@ -72,15 +74,14 @@ def _shares(plan: OpenPlan) -> dict[Scope, tuple[list[Slots], Int64Array]]:
 
 def _publish(scope: Scope, keys: KeyArray, gvas: GvaArray, space: Space, counts: Counter[str]) -> int:
     """Make blocks visible, unless another session published them first; a shared copy supersedes SSD."""
-    current = space.index.lookup(keys)
-    mine = current == MISS
-    if scope.session is None:
-        again = ~mine & (current >= DRAM_GVA_LIMIT)
-        counts["blocks_superseded"] += int(again.sum())
-        mine |= again
-    keys, gvas = keys[mine], gvas[mine]
+    over = DRAM_GVA_LIMIT if scope.session is None else MISS
+    before = space.index.claim(keys, gvas, over)
+    mine = before >= over
+    if not mine.all():
+        keys, gvas, before = keys[mine], gvas[mine], before[mine]
     counts["blocks_lost_race"] += len(mine) - len(keys)
-    space.index.publish(keys, gvas)
+    if scope.session is None:
+        counts["blocks_superseded"] += int((before != MISS).sum())
     scope.record(keys, gvas)
     counts[f"blocks_saved_{scope.medium.name.lower()}"] += len(keys)
     return len(keys)

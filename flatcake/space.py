@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatcake.extents import Extent, ExtentTable
-from flatcake.gva import Medium, decode_array, encode_array
+from flatcake.gva import Medium, decode_array, encode
 from flatcake.index import Index
 from flatcake.layout import Growth
 from flatcake.scopes import Scope, ScopeTable
@@ -66,8 +66,11 @@ class Space:
 
     def gvas(self, slots: Slots) -> GvaArray:
         """uint64 [count]: the addresses of reserved slots."""
-        table = self.tables[slots.extent.medium]
-        return encode_array(int(slots.extent.medium), 0, table.piece_offsets(slots.extent, slots.first, slots.count))
+        medium, table = slots.extent.medium, self.tables[slots.extent.medium]
+        first, piece_bytes = table.piece_offset(slots.extent, slots.first), int(table.lanes.piece_bytes[0])
+        span_bytes = (slots.count - 1) * piece_bytes
+        last = encode(medium, 0, first + span_bytes)
+        return np.arange(last - span_bytes, last + 1, piece_bytes, dtype=np.uint64)
 
     def reserve(self, scope: Scope, blocks: int, now_ns: int) -> list[Slots] | None:
         """Take slots for `blocks` more blocks of a scope: the tail of its last extent, then new extents.
@@ -156,6 +159,8 @@ class Space:
         table = self.tables[medium]
         enough_bytes = table.lanes.extent_bytes(blocks_max)
         free_bytes = int(table.ranges.size_bytes * self._marks.high) - table.used_bytes
+        if free_bytes >= enough_bytes:
+            return blocks_max
         for scope in self.scopes.victims(medium, now_ns):
             if free_bytes >= enough_bytes or not self._may_drop(scope, now_ns):
                 break

@@ -57,7 +57,7 @@ class Store:
         """What is kept over a restart; None where nothing is.  Set before the first save."""
         self._saves = OpenSaves(config.io.saves_max)
         self._is_closed = False
-        self._arm_tick()
+        plane.parts.pump.at(clock.now_ns() + TICK_NS, self._tick)
 
     def keys(self, tokens: object, *, salt: bytes = b"", extra: bytes = b"") -> KeyArray:
         """Keys of the full blocks of a token sequence, uint64 [blocks, 2].
@@ -187,7 +187,9 @@ class Store:
         if isinstance(plan, Refused) or not len(plan.runs):
             return Save.ended(len(found), plan.reason if isinstance(plan, Refused) else "")
         try:
-            save = self.plane.save(plan, table, stream=stream, deadline_ns=deadline_ns, report=self._on_saved)
+            save = self.plane.save(
+                plan, table, stream=stream, deadline_ns=deadline_ns, report=self._on_saved, deferred=deferred
+            )
         except Exception:
             self._on_saved(self.plane.parts.completion(plan.plan_id, 0, "not begun"))
             raise
@@ -282,12 +284,9 @@ class Store:
         else:
             self.keeper.post(lambda: self._saves.settle(self.catalog.finish(done)))
 
-    def _arm_tick(self) -> None:
-        self.plane.parts.pump.at(self._clock.now_ns() + TICK_NS, self._tick)
-
     def _tick(self) -> None:
         if not self._is_closed:  # Before anything that may fail.
-            self._arm_tick()
+            self.plane.parts.pump.at(self._clock.now_ns() + TICK_NS, self._tick)
         for outcome in self.catalog.expire(self._clock.now_ns()):
             self._saves.settle(outcome)
         if self.keeper is not None:

@@ -204,10 +204,11 @@ def matmul_case(root: str, rounds: int, percent: int) -> dict[str, float]:
 
 
 def save_case(root: str, rounds: int, tokens: int, *, dram: bool = False) -> dict[str, float]:
-    """Saves, against a pinned copy from the device, and for files against a bare write of a file."""
-    rounds = min(rounds, 4)
+    """Saves, against a pinned copy of as many bytes from the device, and for files against a bare write of them."""
+    rounds, size_bytes = min(rounds, 4), tokens * GQA.token_bytes * GQA.layers
     with opened(root, GQA, tokens * (rounds + 1), dram) as (store, _):
-        pages, bare = torch.randperm(tokens // GQA.page_tokens).numpy(), BareWrite(root, GiB)
+        pages = torch.randperm(tokens // GQA.page_tokens).numpy()
+        bare = BareWrite(root, size_bytes, 1 if dram else rounds + 1)
         took: dict[str, list[float]] = defaultdict(list)
         for number in range(rounds + 1):
             prompt = np.random.default_rng(number).integers(0, 32_000, tokens)
@@ -220,14 +221,14 @@ def save_case(root: str, rounds: int, tokens: int, *, dram: bool = False) -> dic
             took["save"].append(seconds(save))
             assert found[0] is not None and not found[0].reason, found  # type: ignore[attr-defined]
             took["copy"].append(seconds(bare.copy))
-            took["write"].append(seconds(bare.write))
+            if not dram:
+                took["write"].append(seconds(bare.write))
         bare.close()
-    size_bytes = tokens * GQA.token_bytes * GQA.layers
-    rate = {name: statistics.median(values[1:]) for name, values in took.items()}
-    figures = {"save_gb_s": size_bytes / rate["save"] / 1e9, "d2h_gb_s": GiB / rate["copy"] / 1e9}
+    rate = {name: size_bytes / statistics.median(values[1:]) / 1e9 for name, values in took.items()}
+    figures = {"save_gb_s": rate["save"], "d2h_gb_s": rate["copy"]}
     if dram:
-        figures["to_d2h"] = figures["save_gb_s"] / figures["d2h_gb_s"]
+        figures["to_d2h"] = rate["save"] / rate["copy"]
     else:
-        figures["write_gb_s"] = GiB / rate["write"] / 1e9
-        figures["to_write"] = figures["save_gb_s"] / figures["write_gb_s"]
+        figures["write_gb_s"] = rate["write"]
+        figures["to_write"] = rate["save"] / rate["write"]
     return figures

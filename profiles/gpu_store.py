@@ -14,6 +14,7 @@ import torch
 
 import flatcake
 from flatcake.io.devices import load_kvikio
+from flatcake.io.seam import Files
 from flatcake.units import GiB, MiB
 
 DEVICE = "cuda"
@@ -147,14 +148,18 @@ class LargeRead:
 
 
 class BareWrite:
-    """What a save is held against: a copy from the device into pinned memory, and a write of a file of its own."""
+    """What a save is held against: a copy from the device into pinned memory, and a write of a file of its own.
 
-    def __init__(self, root: str, size_bytes: int) -> None:
+    The file is preallocated, as the store's are, and has `parts` of `size_bytes`: each write is the first to its part.
+    """
+
+    def __init__(self, root: str, size_bytes: int, parts: int) -> None:
         self.directory, self.size_bytes = tempfile.mkdtemp(dir=root), size_bytes
-        path = os.path.join(self.directory, "bare")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-        os.posix_fallocate(descriptor, 0, size_bytes)
-        os.close(descriptor)
+        self.parts, self.next_part = parts, 0
+        path, files = os.path.join(self.directory, "bare"), Files()
+        descriptor = files.open_file(path, create=True, direct=False)
+        files.allocate(descriptor, size_bytes * parts)
+        files.close(descriptor)
         self.file = load_kvikio().CuFile(path, "r+")
         self.host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         self.device = torch.randint(0, 255, (size_bytes,), dtype=torch.uint8, device=DEVICE)
@@ -163,7 +168,10 @@ class BareWrite:
         self.host.copy_(self.device, non_blocking=True)
 
     def write(self) -> None:
-        assert self.file.pwrite(self.host.numpy(), size=self.size_bytes).get() == self.size_bytes
+        assert self.next_part < self.parts, "this would write a part again"
+        offset, size_bytes = self.next_part * self.size_bytes, self.size_bytes
+        self.next_part += 1
+        assert self.file.pwrite(self.host.numpy(), size=size_bytes, file_offset=offset).get() == size_bytes
 
     def close(self) -> None:
         self.file.close()

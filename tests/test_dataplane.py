@@ -633,7 +633,7 @@ def test_a_handler_that_fails_ends_every_wait(memory: Memory, at: str, caplog: p
             assert restore(store, memory, tokens).blocks == 6
 
 
-@pytest.mark.parametrize("at", ["start", "gather"])
+@pytest.mark.parametrize("at", ["start", "gather", "fetch_sums"])
 def test_a_handler_that_fails_refuses_the_save(memory: Memory, at: str, caplog: pytest.LogCaptureFixture) -> None:
     tokens = make_tokens("a", 6)
     with make_store(memory) as store:

@@ -55,6 +55,12 @@ class Model:
             self.entries[pair] = gva
         return old
 
+    def claim(self, pairs, gvas, over):
+        before = [self.entries.get(pair, WORST) for pair in pairs]
+        mine = [row for row, gva in enumerate(before) if gva >= over]
+        done = self.publish([pairs[row] for row in mine], [gvas[row] for row in mine])
+        return None if done is None else before
+
     def withdraw(self, pairs, gvas):
         before = len(self.entries)
         for pair, gva in zip(pairs, gvas, strict=True):
@@ -73,11 +79,16 @@ def compare(index, model, universe):
 HALF = st.sampled_from([0, 1, 2, 3, 2**32, 2**63, WORST - 1, WORST])
 UNIVERSE = [(a, b) for a in (0, 1, 2, 3, 2**32, 2**63, WORST - 1, WORST) for b in (0, 1, 2, 3, 2**32, 2**63, WORST)]
 PAIR = st.tuples(HALF, HALF)
+OVER = (np.uint64(0), np.uint64(2**60), MISS)
+"""What `claim` may be asked to supersede: everything, SSD alone, nothing."""
 BATCH = st.lists(st.tuples(PAIR, st.sampled_from([0, 1, 4096, 2**60, GVA_LIMIT - 1])), max_size=12)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(1, 30), st.lists(st.tuples(st.sampled_from(["publish", "withdraw"]), BATCH), max_size=12))
+@given(
+    st.integers(1, 30),
+    st.lists(st.tuples(st.sampled_from(["publish", "withdraw", *OVER]), BATCH), max_size=12),
+)
 def test_index_means_what_a_dict_means(entries_max, operations):
     index, model = Index(entries_max), Model(entries_max)
     for operation, batch in operations:
@@ -85,11 +96,16 @@ def test_index_means_what_a_dict_means(entries_max, operations):
         keys, gvas = as_keys(pairs), as_gvas(values)
         if operation == "withdraw":
             assert index.withdraw(keys, gvas) == model.withdraw(pairs, values)
-        elif (expected := model.publish(pairs, values)) is None:
+            compare(index, model, UNIVERSE)
+            continue
+        over = () if operation == "publish" else (operation,)
+        expected = model.claim(pairs, values, *over) if over else model.publish(pairs, values)
+        change = index.claim if over else index.publish
+        if expected is None:
             with pytest.raises(CapacityError, match="entries_max"):
-                index.publish(keys, gvas)
+                change(keys, gvas, *over)
         else:
-            assert index.publish(keys, gvas).tolist() == expected
+            assert change(keys, gvas, *over).tolist() == expected
         compare(index, model, UNIVERSE)
 
 

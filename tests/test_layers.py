@@ -24,6 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # The seam to files and devices, and values that depend on nothing.
     ("fields", "given", "gva", "geometry", "io.seam", "io.driver", "kernels.walk", "kernels.launch", "sched.counters"),
     # Pure rules, and kernels over plain tensors.
+    ("keyrows",),
     ("config", "keys", "messages", "placement", "layout", "index", "wear"),
     (
         "kernels.kvtable",
@@ -87,7 +88,7 @@ LAYERS = {name: number for number, row in enumerate(ROWS) for name in row}
 
 PURE = {
     *("errors", "units", "fields", "gva", "geometry", "config", "keys", "messages", "placement", "layout", "index"),
-    *("extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
+    *("keyrows", "extents", "scopes", "space", "ledger", "prefix", "reserve", "settle", "catalog"),
     *("retention", "wear", "tenancy", "turnlog", "rowcheck"),
     *("manifest", "reopen", "io.plan", "io.cuts"),
     *("doctor.facts", "doctor.blocks", "doctor.advice", "doctor.report", "demo.sessions", "demo.report"),

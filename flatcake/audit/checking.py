@@ -91,7 +91,7 @@ class Checker:
         self._payload_bytes = [about.geometry.payload_bytes(layer) for layer in layers]
         self._parts = [component_parts(about, layer) for layer in layers]
         self._has_sums = about.verify
-        slot_bytes = max(SLOT_BYTES, align_up(int(self._lanes.piece_bytes.max()), DIRECT_BYTES))
+        slot_bytes = max(SLOT_BYTES, align_up(self._lanes.piece_bytes_max, DIRECT_BYTES))
         self._limits = PlanLimits(
             gap_bytes_limit=0,
             read_bytes_max=slot_bytes,
@@ -154,7 +154,7 @@ class Checker:
 
     def _read_record(self, record: Record, answers: "queue.SimpleQueue[tuple[Record, Result]]") -> None:
         batch = [self._transfer(record.ref.medium, record.ref.base_bytes, record.raw.nbytes, 0)]
-        buffer = Buffer.of(torch.from_numpy(record.raw))
+        buffer = record.buffer
         self._engine.read(batch, buffer, lambda results, _: answers.put((record, results[0])))
 
     def _start(self, table: Int64Array, records: Mapping[ExtentRef, Record], stored: Stored) -> None:

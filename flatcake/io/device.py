@@ -4,12 +4,13 @@ A stream is an opaque handle; the CPU's does everything at once, so its events a
 The other device is `io.cuda`; `io.devices` opens the one that a setting names.
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from flatcake.io.seam import ByteArray, Files, HostMemory, view_memory
+from flatcake.io.seam import ByteArray, Files, HostMemory
 
 PIN_CHUNK_BYTES = 1 << 30
 
@@ -135,7 +136,7 @@ class CpuDevice:
         event.wait()
 
     def copy(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        view_memory(target, size_bytes)[:] = view_memory(source, size_bytes)
+        ctypes.memmove(target, source, size_bytes)
 
     def mirror(self, size_bytes: int, stream: Stream) -> Mirror:
         host, there = (torch.empty(size_bytes, dtype=torch.uint8) for _ in range(2))

@@ -246,14 +246,18 @@ class PagedKV:
                 f"page table of {table.shape[1]} pages: expected {need}, {pages_per_block} for each of {blocks} blocks"
             )
         table = np.array(table[:, :need], np.int64)  # A copy: the caller may change its own at once.
-        is_used = table != -1
-        is_used[:, whole_from * pages_per_block :] = True
-        used = table[is_used]
-        if used.size and (used.min() < 0 or used.max() >= self.page_count):
+        owned = table + self._owners if self.groups > 1 else table
+        used = table.ravel()
+        if whole_from:
+            is_used = table != -1
+            is_used[:, whole_from * pages_per_block :] = True
+            used, owned = table[is_used], owned[is_used]
+        if used.size and used.view(np.uint64).max() >= self.page_count:  # A negative one becomes a huge one.
             raise PageTableError(f"pages {used.min()} … {used.max()}: expected 0 … {self.page_count - 1}")
-        counts = np.bincount((table + self._owners)[is_used])
-        if used.size and counts.max() > 1:
-            twice = int(np.argmax(counts)) % self.page_count
+        is_named = np.zeros(self.groups * self.page_count, np.bool_)
+        is_named[owned] = True
+        if np.count_nonzero(is_named) < used.size:
+            twice = int(np.argmax(np.bincount(owned.ravel()))) % self.page_count
             raise PageTableError(f"page {twice} is named more than once; every page of a table must be distinct")
         return table.reshape(self.groups * blocks, pages_per_block)
 

@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from flatcake.clock import Clock
 from flatcake.gva import Medium
 from flatcake.io.arena import Arena
 from flatcake.io.device import Device, Stream
-from flatcake.io.engine import Buffer, Engine, Result, Transfer
+from flatcake.io.engine import Engine, Result, Transfer
 from flatcake.io.filepool import FilePool
 from flatcake.io.plan import PlanLimits
 from flatcake.io.pump import Pump
@@ -116,5 +114,4 @@ class Parts:
             then(self.book.find(ref) or self.book.blank(ref) if anew and whole and found is None else found)
 
         engine = self.media[Medium(ref.medium)].host_engine
-        buffer = Buffer.of(torch.from_numpy(record.raw))
-        engine.read(batch, buffer, lambda results, _: self.pump.post(lambda: finish(results)))
+        engine.read(batch, record.buffer, lambda results, _: self.pump.post(lambda: finish(results)))

@@ -85,7 +85,7 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
     Cost: O(layers × runs) array elements after an O(runs log runs) sort.  Source: paper §3.4.
     """
     read_bytes_max = min(limits.read_bytes_max, limits.slot_bytes)
-    piece_bytes_max = int(lanes.piece_bytes.max())
+    piece_bytes_max = lanes.piece_bytes_max
     if piece_bytes_max > read_bytes_max:
         raise PlanError(
             f"a piece has {piece_bytes_max} bytes, a read or slot at most {read_bytes_max}; "
@@ -107,6 +107,8 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
 
 
 def _sorted(table: Int64Array) -> Int64Array:
+    if len(table) < 2:
+        return table
     return table[np.lexsort((table[:, FIRST_SLOT], table[:, BASE], table[:, MEDIUM]))]
 
 
@@ -157,12 +159,14 @@ def _read_breaks(table: Int64Array, starts: Int64Array, ends: Int64Array, limits
     """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
     opens = np.empty(starts.shape, np.bool_)
     opens[:, :1] = True
+    holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
+    np.greater_equal(holes, max(1, limits.gap_bytes_limit), out=opens[:, 1:])
+    if opens.all():
+        return opens
     # An extent lies in one file, so neighbours are in one file in every layer or in none.
     media, files = table[:, MEDIUM], table[:, BASE] // limits.file_bytes
-    apart = (media[1:] != media[:-1]) | (files[1:] != files[:-1])
-    holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
-    np.logical_or(holes >= max(1, limits.gap_bytes_limit), apart, out=opens[:, 1:])
-    if limits.read_bytes_max < limits.slot_bytes and not opens.all():
+    opens[:, 1:] |= (media[1:] != media[:-1]) | (files[1:] != files[:-1])
+    if limits.read_bytes_max < limits.slot_bytes:
         for layer in np.flatnonzero(~opens.all(axis=1)):
             _cap_reads(opens[layer], starts[layer], ends[layer], limits.read_bytes_max)
     return opens

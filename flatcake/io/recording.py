@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from flatcake.gva import Medium
-from flatcake.io.engine import Buffer, Result
+from flatcake.io.engine import Result, Transfer
 from flatcake.io.parts import Parts
 from flatcake.io.records import ExtentRef, Record
-from flatcake.messages import BLOCKS, FIRST_BLOCK, FIRST_SLOT, Plan
+from flatcake.messages import FIRST_SLOT, Plan
 
 
 class Recording:
@@ -76,28 +75,27 @@ class Recording:
         if record is None:
             self._done(ref, "checksum record of the extent cannot be read")
             return
-        rows = self.runs[ref]
-        for row in rows:
-            blocks = slice(row[FIRST_BLOCK], row[FIRST_BLOCK] + row[BLOCKS])
-            record.sums[row[FIRST_SLOT] : row[FIRST_SLOT] + row[BLOCKS]] = self._sums[blocks]
-        first = min(row[FIRST_SLOT] for row in rows) if record.is_stored else 0
-        end = max(row[FIRST_SLOT] + row[BLOCKS] for row in rows)
-        offset, size_bytes = self._parts.book.dirty_range(ref, first, end - first)
-        self._parts.book.hold(record)
-        self._parts.counts["record_write_bytes"] += size_bytes
-        self._parts.written_bytes[Medium(ref.medium)] += size_bytes
+        parts, medium = self._parts, Medium(ref.medium)
+        first, end = ref.room_blocks, 0
+        for *_, slot, blocks, block in self.runs[ref]:
+            record.sums[slot : slot + blocks] = self._sums[block : block + blocks]
+            first, end = min(first, slot), max(end, slot + blocks)
+        first = first if record.is_stored else 0
+        offset, size_bytes = parts.book.dirty_range(ref, first, end - first)
+        parts.book.hold(record)
+        parts.counts["record_write_bytes"] += size_bytes
+        parts.written_bytes[medium] += size_bytes
 
         def finish(results: list[Result]) -> None:
-            self._parts.book.let_go(record)
+            parts.book.let_go(record)
             whole = not results[0].error and results[0].moved_bytes == size_bytes
             record.is_stored |= whole
             self._done(ref, "" if whole else f"record write failed (errno {results[0].error})")
 
-        self._parts.media[Medium(ref.medium)].host_engine.write(
-            [self._parts.transfer(ref.medium, ref.base_bytes + offset, size_bytes, offset)],
-            Buffer.of(torch.from_numpy(record.raw)),
-            lambda results, _: self._parts.pump.post(lambda: finish(results)),
-        )
+        io = parts.media[medium]
+        file, at = io.locate(ref.base_bytes + offset)
+        batch = [Transfer(file, at, size_bytes, offset)]
+        io.host_engine.write(batch, record.buffer, lambda results, _: parts.pump.post(lambda: finish(results)))
 
     def _done(self, ref: ExtentRef, error: str) -> None:
         self._error = self._error or error

@@ -11,12 +11,14 @@ the pump's thread.
 
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from flatcake.io.engine import Buffer
 from flatcake.io.seam import ByteArray
 from flatcake.keys import FORMAT_VERSION
 from flatcake.layout import RECORD_BYTES_PER_PIECE, RECORD_HEADER_BYTES, LaneTable
@@ -56,6 +58,11 @@ class Record:
     """Restores and saves that need it in memory."""
     is_stored: bool = False
     """Whether its header is on the medium."""
+    buffer: Buffer = field(init=False)
+    """`raw`, for engines."""
+
+    def __post_init__(self) -> None:
+        self.buffer = Buffer(torch.from_numpy(self.raw), self.raw)
 
 
 class RecordBook:
@@ -73,7 +80,7 @@ class RecordBook:
     def blank(self, ref: ExtentRef) -> Record:
         """A record with a valid header and no sums; what was known of the extent's last tenant is dropped."""
         record = self._new(ref)
-        record.raw[: _HEADER.size] = np.frombuffer(_HEADER.pack(*self._header(ref)), np.uint8)
+        _HEADER.pack_into(record.raw.data, 0, *self._header(ref))
         self._keep(record)
         return record
 

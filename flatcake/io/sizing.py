@@ -52,7 +52,7 @@ def size_window(settings: IOConfig, lanes: LaneTable, *, is_host: bool) -> Windo
     Raises:
         ConfigError: One piece does not fit in a slot, or the slots do not fit in the window.
     """
-    piece_bytes = int(lanes.piece_bytes.max())
+    piece_bytes = lanes.piece_bytes_max
     fewest = settings.slots_min + settings.save_slots
     preferred = HOST_SLOT_BYTES if is_host else GPU_SLOT_BYTES
     share = settings.window_bytes_max // fewest // DIRECT_BYTES * DIRECT_BYTES

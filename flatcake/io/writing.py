@@ -6,6 +6,7 @@ follows when nothing is in flight any more.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from flatcake.kernels.checksum import finish
 from flatcake.messages import Completion, Int64Array
 from flatcake.trace import span
 
+FETCHES = 2
+"""After each of so many last tiles the checksums until then come to the host: after the very last few are missing."""
+
 
 class Writing:
     """Moves one save's tiles."""
@@ -36,14 +40,12 @@ class Writing:
         self._is_over = False
         self._bad_block: int | None = None
         self._reason = ""
-        self._fetched: Event = NOW
-        """After it, the checksums of all pieces are on the host."""
-        self._sums: npt.NDArray[np.uint64] | None = None
-        """uint64 [blocks of the request, layers]: the finished checksums, 0 where they are off; None until then."""
+        self._fetched_tiles = 0
+        """Tiles whose checksums have been asked for."""
+        self._has_sums = False
         self._has_started = False
         self._stream: Stream = None
         self._copy: TileCopy
-        self._mover: TileMover
 
     def start(self, pages: Int64Array, after: Event) -> None:
         """Begin, unless it is over; `after` is waited for on the device before the first gather."""
@@ -52,7 +54,6 @@ class Writing:
         parts, work = self._parts, self._work
         self._has_started = True
         self._stream = parts.take_stream()
-        self._mover = TileMover(parts, work.tiles, write=True)
         parts.device.wait(self._stream, after)
         self._copy = parts.copier.start(work.tiles, work.pieces, pages, self._stream, sums=parts.verify)
         for rows in work.pieces.shares():
@@ -96,9 +97,13 @@ class Writing:
             return
         if self._bad_block is not None:
             self._end()
-        elif self._next_tile == self._work.tiles.tiles and self._sums is not None:
+        elif self._next_tile == self._work.tiles.tiles and self._has_sums:
             self._is_recording = True
             self._recording.start(self._sums)
+
+    @cached_property
+    def _mover(self) -> TileMover:
+        return TileMover(self._parts, self._work.tiles, write=True)
 
     def _gather(self, slot: Buffer) -> None:
         tile = self._next_tile
@@ -111,12 +116,13 @@ class Writing:
             self._parts.pump.post(lambda: self._on_failed(slot))  # After all have heard of it.
             raise
         event = self._last_gather = self._parts.device.record(self._stream)
-        if self._next_tile == self._work.tiles.tiles:
+        left = self._work.tiles.tiles - self._next_tile
+        if not left:
             self._save.note_reusable(event)
-            if self._parts.verify:
-                self._copy.fetch_sums(range(self._next_tile))
-            self._fetched = self._parts.device.record(self._stream)
+        assert self._mover  # The first is gathered meanwhile.
         self._parts.pump.when(event, lambda: self._on_gathered(tile, slot), self)
+        if left < FETCHES:
+            self._fetch_sums()
 
     def _on_failed(self, slot: Buffer) -> None:
         """A tile is missing; its slot is free after what was queued of it."""
@@ -125,8 +131,6 @@ class Writing:
 
     def _on_gathered(self, tile: int, slot: Buffer) -> None:
         self._mover.move(tile, slot, lambda results, _: self._on_written(tile, slot, results))
-        if tile + 1 == self._work.tiles.tiles:
-            self._parts.pump.when(self._fetched, self._on_fetched, self)
 
     def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
         bad = bad_pieces(self._parts.lanes, self._work.tiles, self._work.pieces, tile, results)
@@ -140,15 +144,31 @@ class Writing:
         self._parts.save_window.give_back(slot)
         self._advance()
 
-    def _on_fetched(self) -> None:
-        """Finish the checksums of all pieces, while the last tiles are on their way to their media."""
-        pieces = self._work.pieces
-        sums = np.zeros((len(self._work.plan.keys), self._parts.lanes.layer_count), np.uint64)
+    @cached_property
+    def _sums(self) -> npt.NDArray[np.uint64]:
+        """uint64 [blocks of the request, layers]: the finished checksums, 0 where they are off or not there yet."""
+        return np.zeros((len(self._work.plan.keys), self._parts.lanes.layer_count), np.uint64)
+
+    def _fetch_sums(self) -> None:
+        """Have the checksums of the tiles that were gathered since the last call brought to the host."""
+        tiles = range(self._fetched_tiles, self._next_tile)
+        self._fetched_tiles = self._next_tile
         if self._parts.verify:
-            sizes = np.asarray(self._parts.payload_bytes)[pieces.table[:, 2]]
-            sums[pieces.table[:, 1], pieces.table[:, 2]] = finish(self._copy.sums, sizes, pieces.seeds)
-        self._sums = sums
-        self._advance()
+            self._copy.fetch_sums(tiles)
+        fetched = self._parts.device.record(self._stream)
+        self._parts.pump.when(fetched, lambda: self._on_fetched(tiles), self)
+
+    def _on_fetched(self, tiles: range) -> None:
+        """Finish the checksums of tiles, while the last ones are on their way to their media."""
+        pieces = self._work.pieces
+        if self._parts.verify:
+            rows = slice(int(pieces.tile_pieces[tiles.start]), int(pieces.tile_pieces[tiles.stop]))
+            _, blocks, layers = pieces.table[rows].T
+            sizes = np.asarray(self._parts.payload_bytes)[layers]
+            self._sums[blocks, layers] = finish(self._copy.sums[rows], sizes, pieces.seeds[rows])
+        if tiles.stop == self._work.tiles.tiles:
+            self._has_sums = True
+            self._advance()
 
     # -- the end ----------------------------------------------------------------------------------------
 

@@ -82,6 +82,10 @@ class Logged:
         self._log.append(("gather", self._stream))
         self._inner.gather(tile, slot)
 
+    def fetch_sums(self, tiles: Sequence[int]) -> None:
+        self._log.append(("fetch", self._stream, tuple(tiles)))
+        self._inner.fetch_sums(tiles)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
@@ -192,4 +196,18 @@ def test_a_save_writes_only_what_the_device_has_gathered() -> None:
         device.run("io 1")
         assert handle.published(WAIT_S)
         assert restore(store, memory, tokens).blocks == 6
+        check(store)
+
+
+def test_the_checksums_of_each_tile_are_fetched_once_and_after_its_gather() -> None:
+    memory = Memory(simple_layout())
+    with make_store(memory) as store:
+        _, log = watched(store)
+        save(store, memory, "s", make_tokens("a", 6))
+        found = [entry for entry in log if entry[0] in ("gather", "fetch")]
+        fetches = [at for at, entry in enumerate(found) if entry[0] == "fetch"]
+        gathered = [sum(entry[0] == "gather" for entry in found[:at]) for at in fetches]
+        tiles = sum(entry[0] == "gather" for entry in found)
+        assert tiles > 2 and gathered == [tiles - 1, tiles]
+        assert [found[at][2] for at in fetches] == [tuple(range(tiles - 1)), (tiles - 1,)]
         check(store)

@@ -151,6 +151,7 @@ class WorkerSide:
                 self._views.pages(order.blocks),
                 deadline_ns=self._clock.now_ns() + self._config.timeouts.save_ns,
                 report=self._completions.put,
+                deferred=False,
             )
         except FlatCakeError as error:
             log.warning("save of %s not begun: %s", order.request_id, error)
