@@ -22,6 +22,8 @@ Handler = Callable[[], None]
 Timer = tuple[int, int]
 
 _POLL_S = 50e-6
+_TURN_NS = 200_000
+"""What has been posted gives way to timers and events after so long: a ring that is not refilled runs dry."""
 _FENCE_S = 0.01
 _PATIENCE_S_MAX = 3600.0
 _NS_PER_S = 1e9
@@ -109,13 +111,16 @@ class Pump:
             self._fire_events()
 
     def _run_posted(self) -> bool:
-        """Wait for handlers, then run those that are there now; False when the last was the end."""
+        """Wait for handlers, then run those that are there now, for a turn's time; False when the last was the end."""
         try:
             handler = self._queue.get(timeout=self._patience_s())
+            until_ns = self._clock.now_ns() + _TURN_NS
             for _ in range(self._queue.qsize()):
                 if handler is None:
                     return False
                 self._call(handler)
+                if self._clock.now_ns() > until_ns:
+                    return True
                 handler = self._queue.get_nowait()
         except queue.Empty:
             return True

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from flatcake.geometry import Geometry
-from flatcake.io.device import Device, Stream
+from flatcake.io.device import NOW, Device, Event, Stream
 from flatcake.io.engine import Buffer
 from flatcake.io.paged import PagedKV
 from flatcake.io.pieces import Pieces
 from flatcake.io.plan import TilePlan
 from flatcake.io.seam import ByteArray
 from flatcake.kernels.checksum import Sums
-from flatcake.kernels.copies import CopyRuns, Tables
+from flatcake.kernels.copies import Tables
 from flatcake.kernels.gather import gather_runs
 from flatcake.kernels.hostcopy import HostPages, gather_segments, scatter_segments, sum_segments
 from flatcake.kernels.kvtable import KVTable
@@ -125,12 +125,14 @@ class GpuCopier:
         self.device = device
         self.programs_max = programs_max
         self._kv = kv
+        self._tables: dict[int | None, PieceTables] = {}
+        """By stream, which belongs to one plan at a time."""
 
     def warm(self, *, sums: bool) -> None:
         """Have the kernels compiled, by copies that touch no page, so that the first restore need not wait for it."""
         device, stream, before = self.device, self.device.new_stream(), self.device.stream_of(None)
         device.use(stream)
-        tables = PieceTables(device, 2, self.table.pages_per_block, stream, sums=sums)
+        tables = PieceTables(self, 2, self.table.pages_per_block, stream, sums=sums)
         tables.set_pages(np.full(self.table.pages_per_block, -1))
         tables.push(0, np.zeros((2, 3), np.int64), np.zeros(2, np.uint32))
         scratch = device.window(align_up(self.table.payload_bytes(0), DIRECT_BYTES))
@@ -142,7 +144,14 @@ class GpuCopier:
         device.use(before)
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
-        return _GpuCopy(self, pieces, pages, stream, sums)
+        self.device.use(stream)
+        pointer = self.device.pointer(stream)
+        tables = self._tables.get(pointer)
+        if tables is None or not tables.has_room(len(pieces), pages.size, sums=sums):
+            room = 1 << len(pieces).bit_length(), 1 << pages.size.bit_length()
+            tables = self._tables[pointer] = PieceTables(self, *room, stream, sums=sums)
+        tables.set_pages(pages)
+        return _GpuCopy(self, tables, pieces, pages, pointer)
 
     def rows_of(self, table: Int64Array, pages: Int64Array) -> Int64Array:
         """Rows of a table of pieces as the kernels take them."""
@@ -150,9 +159,16 @@ class GpuCopier:
 
 
 class PieceTables:
-    """Tables of one plan on both sides: pages, seeds and pieces go up, sums come back."""
+    """Tables of one plan after another, on both sides: pages, seeds and pieces go up, sums come back.
 
-    def __init__(self, device: Device, pieces: int, pages: int, stream: Stream, *, sums: bool) -> None:
+    Making them costs a third of a millisecond, so a stream's are used again.  Whoever fetches waits for what it fetched
+    before it lets go of the stream.
+    """
+
+    def __init__(self, copier: "GpuCopier", pieces: int, pages: int, stream: Stream, *, sums: bool) -> None:
+        device, self._room = copier.device, (pieces, pages, sums)
+        self._device, self._stream = device, stream
+        self._pushed: Event = NOW
         sizes = [8 * pages, 4 * pieces * sums, 4 * pieces * sums, 24 * pieces]
         ends = list(accumulate(sizes))
         self._starts = [end - size for end, size in zip(ends, sizes, strict=True)]
@@ -163,11 +179,20 @@ class PieceTables:
         self.sums: Sums = host[1].view(np.uint32)
         """uint32 [pieces]: what has been fetched."""
         both = (there[1].view(torch.int32), there[2].view(torch.int32)) if sums else (None, None)
-        self.kernel_tables: Tables = (there[3].view(torch.int64).view(-1, 3), there[0].view(torch.int64), *both)
+        tables: Tables = (there[3].view(torch.int64).view(-1, 3), there[0].view(torch.int64), *both)
+        self.kernel_tables = tables
+        self.scatter, self.gather = (
+            runs(tables, copier.table, copier.programs_max) for runs in (scatter_runs, gather_runs)
+        )
+
+    def has_room(self, pieces: int, pages: int, *, sums: bool) -> bool:
+        """Whether a plan fits, and nothing is on its way up that was set before."""
+        fits = pieces <= self._room[0] and pages <= self._room[1] and sums == self._room[2]
+        return fits and self._pushed.done()
 
     def set_pages(self, pages: Int64Array) -> None:
         """Set the page table and zero the sums; the first rows of pieces take them along."""
-        self._pages[:] = pages.reshape(-1)
+        self._pages[: pages.size] = pages.reshape(-1)
         self.sums[:] = 0
 
     def push(self, first: int, pieces: Int64Array, seeds: Sums) -> None:
@@ -182,6 +207,7 @@ class PieceTables:
         elif len(self.sums):
             self._mirror.push(seeds_start + 4 * first, seeds_start + 4 * last)
         self._mirror.push(pieces_start + 24 * first, pieces_start + 24 * last)
+        self._pushed = self._device.record(self._stream)
 
     def fetch(self, first: int, last: int) -> None:
         """Queue the way of the sums of pieces `first` … `last` - 1 to the host."""
@@ -190,14 +216,11 @@ class PieceTables:
 
 
 class _GpuCopy:
-    def __init__(self, copier: GpuCopier, pieces: Pieces, pages: Int64Array, stream: Stream, sums: bool) -> None:
-        copier.device.use(stream)
-        self._copier, self._stream = copier, copier.device.pointer(stream)
-        self._pieces, self._pages = pieces, pages
+    def __init__(
+        self, copier: GpuCopier, tables: PieceTables, pieces: Pieces, pages: Int64Array, stream: int | None
+    ) -> None:
+        self._copier, self._tables, self._pieces, self._pages, self._stream = copier, tables, pieces, pages, stream
         self._bounds: list[int] = pieces.tile_pieces.tolist()
-        self._tables = PieceTables(copier.device, len(pieces), pages.size, stream, sums=sums)
-        self._tables.set_pages(pages)
-        self._runs: dict[bool, CopyRuns] = {}
 
     def push(self, rows: slice) -> None:
         table = self._copier.rows_of(self._pieces.table[rows], self._pages)
@@ -205,7 +228,7 @@ class _GpuCopy:
 
     def scatter(self, tile: int, slot: Buffer, skip: Sequence[int] = ()) -> None:
         first, last = self._bounds[tile], self._bounds[tile + 1]
-        runs = self._kernel(scatter=True)
+        runs = self._tables.scatter
         if not skip:
             runs.launch(slot.tensor, first, last, self._stream)
             return
@@ -215,7 +238,7 @@ class _GpuCopy:
                 runs.launch(slot.tensor, start, start + 1, self._stream)
 
     def gather(self, tile: int, slot: Buffer) -> None:
-        self._kernel(scatter=False).launch(slot.tensor, self._bounds[tile], self._bounds[tile + 1], self._stream)
+        self._tables.gather.launch(slot.tensor, self._bounds[tile], self._bounds[tile + 1], self._stream)
 
     def fetch_sums(self, tiles: Sequence[int]) -> None:
         self._tables.fetch(self._bounds[min(tiles)], self._bounds[max(tiles) + 1])  # Others among them: again later.
@@ -223,12 +246,6 @@ class _GpuCopy:
     @property
     def sums(self) -> Sums:
         return self._tables.sums
-
-    def _kernel(self, *, scatter: bool) -> CopyRuns:
-        if scatter not in self._runs:
-            make = scatter_runs if scatter else gather_runs
-            self._runs[scatter] = make(self._tables.kernel_tables, self._copier.table, self._copier.programs_max)
-        return self._runs[scatter]
 
 
 def _on_rows(table: Int64Array, column: int, layers: Int64Array, kv: PagedKV, rows: int) -> Int64Array:

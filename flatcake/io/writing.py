@@ -42,6 +42,7 @@ class Writing:
         self._reason = ""
         self._fetched_tiles = 0
         """Tiles whose checksums have been asked for."""
+        self._fetching = 0
         self._has_sums = False
         self._has_started = False
         self._stream: Stream = None
@@ -93,7 +94,7 @@ class Writing:
                 self._parts.save_window.wait(self._advance)
                 break
             self._gather(slot)
-        if self._in_flight or self._is_recording:
+        if self._in_flight or self._fetching or self._is_recording:
             return
         if self._bad_block is not None:
             self._end()
@@ -156,19 +157,22 @@ class Writing:
         if self._parts.verify:
             self._copy.fetch_sums(tiles)
         fetched = self._parts.device.record(self._stream)
-        self._parts.pump.when(fetched, lambda: self._on_fetched(tiles), self)
+        self._fetching += 1
+        # A turn later: the copy of the tile that comes next does not wait for it.
+        pump = self._parts.pump
+        pump.when(fetched, lambda: pump.post(lambda: self._on_fetched(tiles)), self)
 
     def _on_fetched(self, tiles: range) -> None:
         """Finish the checksums of tiles, while the last ones are on their way to their media."""
+        self._fetching -= 1
         pieces = self._work.pieces
         if self._parts.verify:
             rows = slice(int(pieces.tile_pieces[tiles.start]), int(pieces.tile_pieces[tiles.stop]))
             _, blocks, layers = pieces.table[rows].T
             sizes = np.asarray(self._parts.payload_bytes)[layers]
             self._sums[blocks, layers] = finish(self._copy.sums[rows], sizes, pieces.seeds[rows])
-        if tiles.stop == self._work.tiles.tiles:
-            self._has_sums = True
-            self._advance()
+        self._has_sums = tiles.stop == self._work.tiles.tiles
+        self._advance()
 
     # -- the end ----------------------------------------------------------------------------------------
 

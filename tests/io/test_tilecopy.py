@@ -45,7 +45,7 @@ def test_no_copy_after_the_first_ones_starts_the_compiler(programs_max: int | No
     copier.warm(sums=sums)
     assert memory.is_equal(before), "a page was touched"
     warmed, pieces = list(noted.compiled), 9
-    tables = PieceTables(device, pieces, 2, device.new_stream(), sums=sums)
+    tables = PieceTables(copier, pieces, 2, device.new_stream(), sums=sums)
     tables.set_pages(np.full(2, -1))
     tables.push(0, np.zeros((pieces, 3), np.int64), np.zeros(pieces, np.uint32))
     for runs in (scatter_runs, gather_runs):
@@ -57,10 +57,11 @@ def test_no_copy_after_the_first_ones_starts_the_compiler(programs_max: int | No
 
 @pytest.mark.parametrize("sums", [False, True], ids=["bytes", "sums"])
 def test_tables_of_pieces_go_up_share_by_share(sums: bool) -> None:
-    device, count = FakeCuda(), 7
+    memory, device, count = Memory(simple_layout(layers=2)), FakeCuda(), 7
+    copier = GpuCopier(memory.kv.geometry(8), memory.kv, device, programs_max=None)
     rng = np.random.default_rng(0)
     pieces, pages, seeds = rng.integers(0, 9, (count, 3)), rng.integers(0, 9, (3, 2)), rng.integers(0, 9, count)
-    tables = PieceTables(device, count, pages.size, device.new_stream(), sums=sums)
+    tables = PieceTables(copier, count, pages.size, device.new_stream(), sums=sums)
     tables.set_pages(pages)
     for first, last in ((0, 3), (3, 4), (4, count)):
         tables.push(first, pieces[first:last], seeds[first:last].astype(np.uint32))
