@@ -30,7 +30,7 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "mla 27.5 KiB a token, 219k": lambda: restore_case(fast, WIDE_MLA, 218_880, rounds),
         "gqa 32k dram": lambda: restore_case(fast, GQA, 32_768, rounds, dram=True),
         "gqa 32k pinned ring": lambda: restore_case(fast, GQA, 32_768, rounds, engine="posix"),
-        "gqa 32k disk": lambda: restore_case(args.disk, GQA, 32_768, 3),
+        "gqa 32k disk": lambda: restore_case(args.disk, GQA, 32_768, 3, is_disk=True),
         "4 at once": lambda: concurrent_case(fast, 4, rounds),
         "8 at once": lambda: concurrent_case(fast, 8, rounds),
         "16 at once": lambda: concurrent_case(fast, 16, rounds),

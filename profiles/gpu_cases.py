@@ -97,7 +97,7 @@ def concurrent_case(root: str, count: int, rounds: int) -> dict[str, float]:
 
 
 def restore_case(
-    root: str, model: Model, tokens: int, rounds: int, *, dram: bool = False, **io: object
+    root: str, model: Model, tokens: int, rounds: int, *, dram: bool = False, is_disk: bool = False, **io: object
 ) -> dict[str, float]:
     """One sequence restored into shuffled pages, against the ceilings."""
     tokens = tokens // model.block_tokens * model.block_tokens
@@ -111,12 +111,12 @@ def restore_case(
         copy = pinned_copy()
         took: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds + 2):
-            if large is not None:  # See `LargeRead.SETTINGS`.
+            if large is not None and not is_disk:  # See `LargeRead.SETTINGS`.
                 restore_once(store, match, len(pages), defaultdict(list))
             restore_once(store, match, len(pages), took)
             took["copy"].append(seconds(copy))
             if large is not None:
-                took["large"].append(large.seconds())
+                took["large"].append(large.seconds(warm=not is_disk))
         figures = {
             "restore_gb_s": match.size_bytes / statistics.median(took["restore"][2:]) / 1e9,
             "copy_gb_s": GiB / statistics.median(took["copy"][2:]) / 1e9,

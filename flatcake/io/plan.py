@@ -157,8 +157,9 @@ def _ranges(table: Int64Array, lanes: LaneTable) -> tuple[Int64Array, Int64Array
 
 def _read_breaks(table: Int64Array, starts: Int64Array, ends: Int64Array, limits: PlanLimits) -> Flags:
     """bool [layers, ranges]: True where a range opens a new read instead of joining the one before it."""
-    opens = np.empty(starts.shape, np.bool_)
-    opens[:, :1] = True
+    opens = np.ones(starts.shape, np.bool_)
+    if len(table) < 2:
+        return opens
     holes = (starts[:, 1:] - ends[:, :-1]).view(np.uint64)  # A negative hole becomes a huge one.
     np.greater_equal(holes, max(1, limits.gap_bytes_limit), out=opens[:, 1:])
     if opens.all():
