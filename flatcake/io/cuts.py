@@ -6,8 +6,8 @@ Read path:  index -> catalog -> plan: [cuts] -> window -> kernels.scatter -> eve
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,9 @@ _LIST_MAX = 4096
 def cut_tiles(
     segments: Int64Array, ends: Int64Array, opens: Flags, pieces: Int64Array, first_tile_bytes: int, slot_bytes: int
 ) -> Int64Array:
-    """Find where tiles begin: each is as full as whole pieces make it, has one at least, and the first ones are small.
+    """Find where tiles begin: each is as full as whole pieces make it, and has one at least.
+
+    The first ones are small and the first layer has tiles of its own, so that it is ready early.
 
     Args:
         segments: As in `TilePlan`, in the order in which they are read; their offsets are in the medium.
@@ -43,34 +45,50 @@ def cut_tiles(
     Cost: O(segments) array elements, and a microsecond a tile.
     """
     count, sizes = len(segments), segments[:, 3] * pieces
+    if not count:
+        return np.empty((0, 2), np.int64)
     holes = np.zeros(count, np.int64)  # Those that a read runs through.
     holes[1:] = np.where(opens[1:], 0, segments[1:, 0] - ends[:-1])
     stops = (sizes + holes).cumsum()
-    starts, heads = stops - sizes, np.maximum.accumulate(np.where(opens, np.arange(count), 0))
-    cuts, begin, end, limit_bytes = [], 0, int(stops[-1:].sum()), min(first_tile_bytes, slot_bytes)
+    heads = np.maximum.accumulate(np.where(opens, np.arange(count), 0))
     # Looking at an element of a list is quick, making one is not: worth it while there are few segments a tile.
-    columns = (array.tolist() if count < _LIST_MAX else array for array in (stops, starts, pieces, heads))
-    stop_of, start_of, piece_of, head_of = cast(Iterator[Sequence[int]], columns)
-    while begin + limit_bytes < end:
-        number = bisect_right(stop_of, begin + limit_bytes)
-        start, piece, head = start_of[number], piece_of[number], head_of[number]
-        room_bytes = begin + limit_bytes - start
-        blocks = room_bytes // piece if room_bytes > 0 else 0
-        head_start = start_of[head]
-        if begin < head_start and start + blocks * piece - head_start < limit_bytes // _PART:
-            number, start, blocks = head, head_start, 0
-        elif start + blocks * piece <= begin:
-            blocks = 1 + (begin - start) // piece  # One piece at least.
-            if start + blocks * piece == stop_of[number]:
-                number, blocks = number + 1, 0
-                if number == count:
-                    break
-                start = start_of[number]
+    arrays = stops, stops - sizes, pieces, heads
+    columns: Any = [array.tolist() for array in arrays] if count < _LIST_MAX else arrays
+    second_layer = int(segments[:, 1].searchsorted(segments[0, 1], "right"))
+    cuts = _walk(columns, second_layer, first_tile_bytes, slot_bytes)
+    return np.array(cuts, np.int64).reshape(-1, 2)
+
+
+def _walk(
+    columns: Sequence[Sequence[int]], second_layer: int, limit_bytes: int, slot_bytes: int
+) -> list[tuple[int, int]]:
+    """The cuts, of segments of which is known: end and start if all lie one after another, piece, first of the read."""
+    stops, starts, pieces, heads = columns
+    cuts, begin, limit_bytes = list[tuple[int, int]](), 0, min(limit_bytes, slot_bytes)
+    wall = starts[second_layer] if second_layer < len(stops) else 0
+    while begin + limit_bytes < stops[-1] or 0 < begin < wall:
+        number, blocks = bisect_right(stops, begin + limit_bytes), 0
+        if 0 < begin < wall <= begin + limit_bytes:
+            number, start = second_layer, wall
+        else:
+            start, piece, head = starts[number], pieces[number], heads[number]
+            if begin + limit_bytes > start:
+                blocks = (begin + limit_bytes - start) // piece
+            if begin < starts[head] and start + blocks * piece - starts[head] < limit_bytes // _PART:
+                number, start, blocks = head, starts[head], 0
+            elif start + blocks * piece <= begin:
+                blocks = 1 + (begin - start) // piece  # One piece at least.
+                if start + blocks * piece == stops[number]:
+                    number, blocks = number + 1, 0
+                    if number == len(stops):
+                        break
+                    start = starts[number]
+            start += blocks * piece
         cuts.append((number, blocks))
-        begin = start + blocks * piece
+        begin = start
         if limit_bytes < slot_bytes:
             limit_bytes = min(limit_bytes * _GROWTH, slot_bytes)
-    return np.array(cuts, np.int64).reshape(-1, 2)
+    return cuts
 
 
 def cut_segments(

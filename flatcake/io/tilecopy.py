@@ -148,7 +148,8 @@ class GpuCopier:
         pointer = self.device.pointer(stream)
         tables = self._tables.get(pointer)
         if tables is None or not tables.has_room(len(pieces), pages.size, sums=sums):
-            room = 1 << len(pieces).bit_length(), 1 << pages.size.bit_length()
+            blocks = -(-pages.size // self.table.pages_per_block)
+            room = 1 << len(pieces).bit_length(), self.table.pages_per_block << blocks.bit_length()
             tables = self._tables[pointer] = PieceTables(self, *room, stream, sums=sums)
         tables.set_pages(pages)
         return _GpuCopy(self, tables, pieces, pages, pointer)

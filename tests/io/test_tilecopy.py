@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from flatcake.io.tilecopy import GpuCopier, PieceTables
+from flatcake.io.engine import Buffer
+from flatcake.io.pieces import Work
+from flatcake.io.plan import make_tiles
+from flatcake.io.tilecopy import GpuCopier, HostCopier, PieceTables
 from flatcake.kernels.copies import CopyRuns
 from flatcake.kernels.gather import gather_runs
 from flatcake.kernels.launch import Launches
 from flatcake.kernels.scatter import scatter_runs
+from flatcake.layout import LaneTable
+from flatcake.messages import Plan, PlanKind, Runs
+from tests.builders import make_keys, make_limits
 from tests.fakes import FakeCuda
 from tests.stores import Memory, simple_layout
 
@@ -75,3 +81,29 @@ def test_tables_of_pieces_go_up_share_by_share(sums: bool) -> None:
         found += torch.arange(count, dtype=torch.int32)
         tables.fetch(2, 5)
         assert tables.sums.tolist() == [0, 0, 2, 3, 4, 0, 0]
+
+
+@pytest.mark.parametrize("block_tokens", [4, 8, 12], ids=["one page", "two pages", "three pages"])
+def test_plans_that_follow_on_one_stream_share_tables_and_nothing_else(block_tokens: int) -> None:
+    memory, device = Memory(simple_layout(layers=2)), FakeCuda()
+    geometry = memory.kv.geometry(block_tokens)
+    lanes, copier = LaneTable.of(geometry), GpuCopier(geometry, memory.kv, device, programs_max=None)
+    host, stream, made = HostCopier(geometry, memory.kv), device.new_stream(), set()
+    rng, slot_bytes = np.random.default_rng(0), 1 << 20
+    limits = make_limits(slot_bytes=slot_bytes, first_tile_bytes=slot_bytes)
+    for plan_id, blocks in enumerate((3, 1, 4, 4)):
+        table = np.array([[1, 0, 8, 10 + plan_id, 0, blocks, 0]])
+        plan = Plan(kind=PlanKind.SAVE, plan_id=plan_id, runs=Runs(table), keys=make_keys(str(plan_id), blocks))
+        work = Work(plan, make_tiles(plan.runs, lanes, limits), lanes, 7)
+        pages = rng.permutation(12)[: blocks * geometry.pages_per_block].reshape(blocks, -1)
+        slots = [Buffer.of(torch.zeros(slot_bytes, dtype=torch.uint8)) for _ in range(2)]
+        pieces, found = work.pieces.complete(), []
+        for one, slot in zip((copier, host), slots, strict=True):
+            copy = one.start(work.tiles, pieces, pages, stream, sums=True)
+            copy.push(slice(0, len(pieces)))
+            copy.gather(0, slot)
+            copy.fetch_sums([0])
+            found.append(copy.sums[: len(pieces)].copy())
+        assert torch.equal(slots[0].tensor, slots[1].tensor) and found[0].tolist() == found[1].tolist()
+        made.add(id(next(iter(copier._tables.values()))))
+    assert len(copier._tables) == 1 and len(made) < 4, "no plan used the tables of the one before it"
