@@ -5,7 +5,7 @@ Pure, but for the call at the end.  A transfer may lie in several chunks, a chun
 
 import errno
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from flatcake.io.device import NOW, Event
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer
@@ -35,13 +35,16 @@ class Batch:
         chunks: list[Chunk] = []
         room_bytes = 0
         for number, (file, offset, size_bytes, slot_offset) in enumerate(self._transfers):
-            for start, step, at in _parts(size_bytes, size_bytes_max, room_bytes):
-                if at == 0:
+            start = 0
+            while start < size_bytes:
+                if not room_bytes:
                     chunks.append(Chunk(self, len(self._parts)))
+                    room_bytes = size_bytes_max
+                step = min(size_bytes - start, room_bytes)
                 self._parts.append((number, start))
-                chunks[-1].transfers.append(Transfer(file, offset + start, step, at))
+                chunks[-1].transfers.append(Transfer(file, offset + start, step, size_bytes_max - room_bytes))
                 chunks[-1].slot_offsets.append(slot_offset + start)
-                room_bytes = size_bytes_max - at - step
+                start, room_bytes = start + step, room_bytes - step
         self._left = len(chunks)
         self._results = [NOTHING] * len(self._parts)
         if not chunks:
@@ -101,12 +104,3 @@ class Chunk:
     def end(self, results: Sequence[Result]) -> None:
         """It is over; call it once."""
         self.batch.end(self._first, results)
-
-
-def _parts(size_bytes: int, size_bytes_max: int, room_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a transfer: bytes before the part, its bytes, offset in a buffer; the first goes into `room_bytes`."""
-    start = 0
-    while start < size_bytes:
-        step = min(size_bytes - start, room_bytes or size_bytes_max)
-        yield start, step, -room_bytes % size_bytes_max
-        start, room_bytes = start + step, 0

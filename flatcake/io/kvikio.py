@@ -183,7 +183,10 @@ class _Pending:
     done: Done
 
     def is_done(self) -> bool:
-        return all(part.future is None or _is_done(part.future) for part in self.parts)
+        for part in self.parts:  # noqa: SIM110 - a generator would cost as much as the question
+            if part.future is not None and not _is_done(part.future):
+                return False
+        return True
 
 
 class _News:
@@ -199,8 +202,9 @@ class _News:
     def done(self) -> bool:
         self._asked += 1
         with self._lock:  # A future may not be asked once it has been waited for.
-            count = len(self._pending) if self._asked % _SWEEP == 0 else min(1, len(self._pending))
-            return not self._pending or any(self._pending[number].is_done() for number in range(count))
+            if self._asked % _SWEEP == 0:
+                return not self._pending or any(each.is_done() for each in self._pending)
+            return not self._pending or self._pending[0].is_done()
 
 
 def _is_done(future: Any) -> bool:
