@@ -125,6 +125,13 @@ MUTATIONS = (
         "tests/io/test_reading.py::test_a_tile_is_not_scattered_before_its_pieces_are_made",
     ),
     mutation(
+        "tables are used again while they are on their way to the device",
+        "io/tilecopy.py",
+        "return fits and self._pushed.done()",
+        "return fits",
+        "tests/io/test_tilecopy.py::test_a_plan_leaves_tables_alone_that_are_still_on_their_way",
+    ),
+    mutation(
         "a slot is used again before its scatter",
         "io/shelf.py",
         "        if after is NOW:\n            self.free.append(buffer)\n        else:\n"

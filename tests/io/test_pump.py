@@ -9,7 +9,7 @@ from flatcake.io.device import CpuDevice
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
 from tests.fakes import FakeEvent
-from tests.stores import WAIT_NS, WAIT_S
+from tests.stores import SECOND, WAIT_NS, WAIT_S
 
 
 @pytest.fixture
@@ -135,3 +135,24 @@ def test_a_fence_waits_for_what_was_posted_before_and_for_nothing_that_never_com
     gate.set()
     assert pump.fence(WAIT_NS) and done == [1]
     assert pump.close(WAIT_NS) and pump.fence(WAIT_NS)
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["quick", "slow"])
+def test_slow_handlers_that_were_posted_give_way_to_events(pump: Pump, clock: ManualClock, is_slow: bool) -> None:
+    seen: list[str] = []
+    event = FakeEvent()
+
+    def begin() -> None:
+        pump.when(event, lambda: seen.append("event"))
+        pump.post(event.reach)
+        for name in ("first", "second"):
+            pump.post(lambda name=name: handle(name))
+
+    def handle(name: str) -> None:
+        seen.append(name)
+        clock.advance(SECOND if is_slow else 0)
+
+    pump.post(begin)
+    fence(pump)
+    fence(pump)
+    assert seen == (["first", "event", "second"] if is_slow else ["first", "second", "event"])

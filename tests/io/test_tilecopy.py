@@ -107,3 +107,22 @@ def test_plans_that_follow_on_one_stream_share_tables_and_nothing_else(block_tok
         assert torch.equal(slots[0].tensor, slots[1].tensor) and found[0].tolist() == found[1].tolist()
         made.add(id(next(iter(copier._tables.values()))))
     assert len(copier._tables) == 1 and len(made) < 4, "no plan used the tables of the one before it"
+
+
+def test_a_plan_leaves_tables_alone_that_are_still_on_their_way() -> None:
+    memory, device = Memory(simple_layout(layers=2)), FakeCuda(manual=True)
+    geometry = memory.kv.geometry(8)
+    lanes, copier = LaneTable.of(geometry), GpuCopier(geometry, memory.kv, device, programs_max=None)
+    stream, tables = device.new_stream(), list[PieceTables]()
+    limits = make_limits(slot_bytes=1 << 20)
+    for plan_id in range(3):
+        runs = Runs(np.array([[1, 0, 8, 10, 0, 3, 0]]))
+        plan = Plan(kind=PlanKind.SAVE, plan_id=plan_id, runs=runs, keys=make_keys(str(plan_id), 3))
+        work = Work(plan, make_tiles(runs, lanes, limits), lanes, 7)
+        copy = copier.start(work.tiles, work.pieces.complete(), np.full((3, 2), plan_id), stream, sums=True)
+        copy.push(slice(0, len(work.pieces)))
+        tables += copier._tables.values()
+        if plan_id:
+            device.run()
+    assert tables[0] is not tables[1] and tables[1] is tables[2]
+    assert [table.kernel_tables[1][:6].tolist() for table in tables] == [[0] * 6, [2] * 6, [2] * 6]
