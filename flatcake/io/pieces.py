@@ -15,7 +15,7 @@ from flatcake.layout import LaneTable
 from flatcake.messages import GENERATION, Int64Array, Plan, block_column
 
 SHARE = 4096
-"""Pieces that are made at once, more or less: a millisecond of a slow Python, and arrays that stay in the cache."""
+"""Pieces that are made at once, more or less: a quarter of a millisecond, and arrays that stay in the cache."""
 
 
 class Pieces:
