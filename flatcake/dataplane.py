@@ -146,10 +146,14 @@ class DataPlane:
         producer = self.parts.device.stream_of(stream)
 
         def begin() -> None:
-            self.parts.pump.post(partial(start, self.parts.device.record(producer)))
+            try:
+                self.parts.pump.post(partial(start, self.parts.device.record(producer)))
+            except BaseException:
+                self.parts.pump.post(partial(writing.give_up, "not begun"))  # No deadline may be set that would end it.
+                raise
 
         def start(after: Event) -> None:
-            writing.start(table, after)
+            writing.start(table, after, deadline_ns)
             self._set_deadline(writing, deadline_ns)
 
         save = Save(len(plan.keys), begin)
@@ -264,9 +268,7 @@ class DataPlane:
     def _end_save(self, writing: Writing, done: Completion, report: Report) -> None:
         with self._lock:
             self._saves.discard(writing)
-            timer = self._deadlines.pop(writing, None)
-        if timer is not None:
-            self.parts.pump.forget(timer)
+            self.parts.pump.forget(self._deadlines.pop(writing, None))
         report(done)
 
     def _on_failure(self) -> None:
@@ -284,9 +286,8 @@ class DataPlane:
         return Work(plan, tiles, self.parts.lanes, self.parts.layout)
 
     def _handle(self, tiles: TilePlan, blocks: int) -> Restore:
-        parts, block_tokens = self.parts, self._geometry.block_tokens
-        layers = parts.lanes.layer_count
-        return Restore(parts.device, parts.clock, tiles, blocks=blocks, block_tokens=block_tokens, layers=layers)
+        parts, tokens, layers = self.parts, self._geometry.block_tokens, self.parts.lanes.layer_count
+        return Restore(parts.device, parts.clock, tiles, blocks=blocks, block_tokens=tokens, layers=layers)
 
     def _require_open(self) -> None:
         if self._is_closed:

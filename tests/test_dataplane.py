@@ -13,9 +13,11 @@ import pytest
 
 from flatcake.clock import ManualClock
 from flatcake.gva import Medium, decode_array
+from flatcake.io.device import CpuDevice, Event, Stream
 from flatcake.io.memory import Fault, MemoryEngine
 from flatcake.io.records import SUM_KIND_NONE, RecordBook
 from flatcake.io.restore import Restore
+from flatcake.io.seam import Files
 from flatcake.kernels.checksum import SUM_KIND
 from flatcake.layout import RECORD_BYTES_PER_PIECE, RECORD_HEADER_BYTES
 from flatcake.messages import GENERATION, Completion, Plan, Runs
@@ -249,6 +251,41 @@ def test_a_save_past_its_deadline_is_refused_and_keeps_its_space_until_the_write
         ssd.let_go()
         check(store)
         assert used_bytes(store)["ssd"] == 0 and store.match(tokens).blocks == 0
+
+
+def test_a_save_whose_turn_comes_past_its_deadline_writes_nothing(memory: Memory) -> None:
+    clock, gate = ManualClock(), threading.Event()
+    with make_store(memory, clock=clock) as store:
+        store.plane.parts.pump.post(lambda: gate.wait(WAIT_S) and None)
+        handle = store.save("s", make_tokens("a", 6), np.arange(12), timeout_ns=SECOND)
+        clock.advance(2 * SECOND)
+        gate.set()
+        found = handle.result(WAIT_S)
+        assert found is not None and found.reason == "deadline" and handle.reusable(0)
+        check(store)
+        assert used_bytes(store)["ssd"] == 0 and not store.plane.parts.written_bytes
+
+
+def test_a_save_that_cannot_be_started_gives_its_space_back(memory: Memory) -> None:
+    """As where the producer's stream has been destroyed."""
+    clock = ManualClock()
+    with make_store(memory, clock=clock) as store:
+        parts = store.plane.parts
+        whole, parts.device = parts.device, Unrecorded(Files())
+        with pytest.raises(RuntimeError, match="no such stream"):
+            store.save("s", make_tokens("a", 6), np.arange(12))
+        parts.device = whole
+        fence(store)
+        check(store)
+        assert used_bytes(store)["ssd"] == 0 and len(store.plane.parts.streams) == 0
+        assert save(store, memory, "s", make_tokens("a", 6)).written_blocks == 6
+
+
+class Unrecorded(CpuDevice):
+    """Streams of which no event can be made."""
+
+    def record(self, stream: Stream) -> Event:
+        raise RuntimeError("no such stream")
 
 
 def test_a_save_past_its_deadline_waits_for_its_record_too(memory: Memory) -> None:

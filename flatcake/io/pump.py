@@ -52,11 +52,14 @@ class Pump:
     def at(self, when_ns: int, handler: Handler) -> Timer:
         """Run `handler` at a time of the clock, or soon after, unless it is forgotten.  From any thread."""
         timer = (when_ns, next(self._numbers))
-        self.post(lambda: self._timers.update({timer: handler}))
+        if self.on_thread():  # It may be forgotten in this very turn.
+            self._timers[timer] = handler
+        else:
+            self.post(lambda: self._timers.update({timer: handler}))
         return timer
 
-    def forget(self, timer: Timer) -> None:
-        """Drop what `at` was told; one that has fired is no error.  On the pump's thread only."""
+    def forget(self, timer: Timer | None) -> None:
+        """Drop what `at` was told; one that has fired is no error, nor is none.  On the pump's thread only."""
         self._timers.pop(timer, None)
 
     def when(self, event: Point, handler: Handler, line: object = None) -> None:

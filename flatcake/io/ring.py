@@ -62,7 +62,7 @@ class Ring(Generic[Work]):
             return not self._queue and self._shelf.is_whole
 
     def done(self) -> bool:
-        """Whether a buffer can be collected, or none is coming: the point that is watched for what waits."""
+        """Whether a buffer is there, or none is coming: the point that is watched for what waits."""
         with self._lock:
             return self._shelf.has_news()
 

@@ -48,5 +48,5 @@ class Shelf:
                 del self.coming[line]
 
     def has_news(self) -> bool:
-        """Whether a buffer can be collected, or none is coming."""
-        return not self.coming or any(queue[0][0].done() for queue in self.coming.values())
+        """Whether a buffer is free or can be collected, or none is coming."""
+        return bool(self.free) or not self.coming or any(queue[0][0].done() for queue in self.coming.values())

@@ -125,8 +125,10 @@ class GpuCopier:
         self.device = device
         self.programs_max = programs_max
         self._kv = kv
-        self._tables: dict[int | None, PieceTables] = {}
-        """By stream, which belongs to one plan at a time."""
+        self._tables: dict[int, PieceTables] = {}
+        """By stream, which belongs to one plan at a time; not by its pointer, since torch deals out 32 in turn."""
+        self._leaving: list[PieceTables] = []
+        """Tables that others have taken the place of while something of theirs was on its way up."""
 
     def warm(self, *, sums: bool) -> None:
         """Have the kernels compiled, by copies that touch no page, so that the first restore need not wait for it."""
@@ -145,14 +147,14 @@ class GpuCopier:
 
     def start(self, tiles: TilePlan, pieces: Pieces, pages: Int64Array, stream: Stream, *, sums: bool) -> TileCopy:
         self.device.use(stream)
-        pointer = self.device.pointer(stream)
-        tables = self._tables.get(pointer)
+        tables = self._tables.get(id(stream))
         if tables is None or not tables.has_room(len(pieces), pages.size, sums=sums):
+            self._leaving = [old for old in (*self._leaving, tables) if old is not None and not old.is_up]
             blocks = -(-pages.size // self.table.pages_per_block)
             room = 1 << len(pieces).bit_length(), self.table.pages_per_block << blocks.bit_length()
-            tables = self._tables[pointer] = PieceTables(self, *room, stream, sums=sums)
+            tables = self._tables[id(stream)] = PieceTables(self, *room, stream, sums=sums)
         tables.set_pages(pages)
-        return _GpuCopy(self, tables, pieces, pages, pointer)
+        return _GpuCopy(self, tables, pieces, pages, self.device.pointer(stream))
 
     def rows_of(self, table: Int64Array, pages: Int64Array) -> Int64Array:
         """Rows of a table of pieces as the kernels take them."""
@@ -168,7 +170,7 @@ class PieceTables:
 
     def __init__(self, copier: "GpuCopier", pieces: int, pages: int, stream: Stream, *, sums: bool) -> None:
         device, self._room = copier.device, (pieces, pages, sums)
-        self._device, self._stream = device, stream
+        self._device, self._stream = device, stream  # Kept, so that no other stream gets its identity.
         self._pushed: Event = NOW
         sizes = [8 * pages, 4 * pieces * sums, 4 * pieces * sums, 24 * pieces]
         ends = list(accumulate(sizes))
@@ -186,10 +188,15 @@ class PieceTables:
             runs(tables, copier.table, copier.programs_max) for runs in (scatter_runs, gather_runs)
         )
 
+    @property
+    def is_up(self) -> bool:
+        """Whether nothing that was set is on its way to the device any more."""
+        return self._pushed.done()
+
     def has_room(self, pieces: int, pages: int, *, sums: bool) -> bool:
         """Whether a plan fits, and nothing is on its way up that was set before."""
         fits = pieces <= self._room[0] and pages <= self._room[1] and sums == self._room[2]
-        return fits and self._pushed.done()
+        return fits and self.is_up
 
     def set_pages(self, pages: Int64Array) -> None:
         """Set the page table and zero the sums; the first rows of pieces take them along."""

@@ -64,7 +64,7 @@ class Window:
         self._shelf.collect()
 
     def done(self) -> bool:
-        """Whether a slot can be collected, or none is coming: the point that is watched for those who wait."""
+        """Whether a slot is there, or none is coming: the point that is watched for those who wait."""
         return self._shelf.has_news()
 
     def _serve(self) -> None:

@@ -48,11 +48,13 @@ class Writing:
         self._stream: Stream = None
         self._copy: TileCopy
 
-    def start(self, pages: Int64Array, after: Event) -> None:
-        """Begin, unless it is over; `after` is waited for on the device before the first gather."""
+    def start(self, pages: Int64Array, after: Event, deadline_ns: int) -> None:
+        """Begin, unless it is over or late; `after` is waited for on the device before the first gather."""
+        parts, work = self._parts, self._work
+        if parts.clock.now_ns() > deadline_ns:  # Which may not have been set yet.
+            self.give_up("deadline")
         if self._is_over:
             return
-        parts, work = self._parts, self._work
         self._has_started = True
         self._stream = parts.take_stream()
         parts.device.wait(self._stream, after)

@@ -127,7 +127,7 @@ MUTATIONS = (
     mutation(
         "tables are used again while they are on their way to the device",
         "io/tilecopy.py",
-        "return fits and self._pushed.done()",
+        "return fits and self.is_up",
         "return fits",
         "tests/io/test_tilecopy.py::test_a_plan_leaves_tables_alone_that_are_still_on_their_way",
     ),

@@ -52,6 +52,18 @@ def test_timers_fire_in_the_order_of_their_times_and_not_before(pump: Pump, cloc
     assert seen == [10, 10, 20, 30]
 
 
+def test_a_timer_that_is_forgotten_in_the_turn_that_set_it_never_fires(pump: Pump) -> None:
+    seen: list[str] = []
+
+    def change_mind() -> None:
+        pump.forget(pump.at(0, lambda: seen.append("fired")))
+
+    pump.post(change_mind)
+    for _ in range(3):
+        fence(pump)
+    assert not seen
+
+
 def test_an_event_that_is_reached_calls_at_once(pump: Pump) -> None:
     event, seen = FakeEvent(), list[str]()
     event.reach()

@@ -51,6 +51,18 @@ def test_work_starts_in_order_and_the_rest_waits() -> None:
     assert at.ring.is_idle()
 
 
+def test_a_buffer_that_was_collected_by_a_question_is_used() -> None:
+    at, events = At(2), [FakeEvent(), FakeEvent()]
+    at.ring.put(range(3))
+    for (_, buffer), event in zip(at.started, events, strict=True):
+        at.ring.give_back(buffer, event)
+    events[0].reach()
+    assert not at.ring.is_idle()
+    at.look()
+    assert at.numbers == [0, 1, 2]
+    at.ring.check()
+
+
 def test_a_buffer_on_its_way_is_watched_only_while_work_waits() -> None:
     at, event = At(1), FakeEvent()
     at.ring.put([0])

@@ -1,5 +1,6 @@
 """The GPU's copier without a GPU: its kernels are interpreted."""
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,13 @@ import torch
 from flatcake.io.engine import Buffer
 from flatcake.io.pieces import Work
 from flatcake.io.plan import make_tiles
-from flatcake.io.tilecopy import GpuCopier, HostCopier, PieceTables
+from flatcake.io.tilecopy import GpuCopier, HostCopier, PieceTables, TileCopy
 from flatcake.kernels.copies import CopyRuns
 from flatcake.kernels.gather import gather_runs
 from flatcake.kernels.launch import Launches
 from flatcake.kernels.scatter import scatter_runs
 from flatcake.layout import LaneTable
-from flatcake.messages import Plan, PlanKind, Runs
+from flatcake.messages import Int64Array, Plan, PlanKind, Runs
 from tests.builders import make_keys, make_limits
 from tests.fakes import FakeCuda
 from tests.stores import Memory, simple_layout
@@ -126,3 +127,50 @@ def test_a_plan_leaves_tables_alone_that_are_still_on_their_way() -> None:
             device.run()
     assert tables[0] is not tables[1] and tables[1] is tables[2]
     assert [table.kernel_tables[1][:6].tolist() for table in tables] == [[0] * 6, [2] * 6, [2] * 6]
+
+
+def started(copier: GpuCopier, memory: Memory, pages: Int64Array, stream: object) -> TileCopy:
+    """The copy of a restore of as many blocks as `pages` has, all of whose pieces have been pushed."""
+    lanes = LaneTable.of(memory.kv.geometry(8))
+    runs = Runs(np.array([(0, 0, 16, 1, 0, len(pages), 0)], np.int64))
+    plan = Plan(kind=PlanKind.RESTORE, plan_id=1, runs=runs, keys=make_keys("a", len(pages)))
+    tiles = make_tiles(runs, lanes, make_limits())
+    pieces = Work(plan, tiles, lanes, 7).pieces.complete()
+    copy = copier.start(tiles, pieces, pages, stream, sums=True)
+    copy.push(slice(0, len(pieces)))
+    return copy
+
+
+def test_plans_at_the_same_time_have_tables_of_their_own_also_where_streams_have_one_pointer() -> None:
+    """Torch deals out the same 32 streams again and again, as other objects; a data plane may have more plans."""
+    memory, device = Memory(simple_layout(layers=2)), FakeCuda()
+    copier, streams = GpuCopier(memory.kv.geometry(8), memory.kv, device, programs_max=None), []
+    for _ in range(2):
+        streams.append(device.new_stream())
+    assert device.pointer(streams[0]) == device.pointer(streams[1])
+    memory.fill(seed=1)
+    slot = Buffer.of(device.window(1 << 16))
+    copy = started(copier, memory, np.array([[0, 1], [2, 3]]), streams[0])
+    copy.gather(0, slot)
+    memory.fill(seed=2)
+    other = memory.snapshot()
+    started(copier, memory, np.array([[4, 5], [6, 7]]), streams[1])
+    copy.scatter(0, slot)
+    for raw, was in zip(memory.raws, other, strict=True):
+        pages, before = raw.view(64, -1), was.view(64, -1)
+        assert torch.equal(pages[4:], before[4:]), "pages of the other plan were written"
+        assert not torch.equal(pages[:4], before[:4])
+
+
+def test_tables_live_until_what_was_pushed_of_them_is_up() -> None:
+    """A plan may be given up before its tables are on the device; the next one of its stream takes others."""
+    memory, device = Memory(simple_layout(layers=2)), FakeCuda(manual=True)
+    copier, stream = GpuCopier(memory.kv.geometry(8), memory.kv, device, programs_max=None), device.new_stream()
+    pages = np.array([[0, 1], [2, 3]])
+    tables = weakref.ref(started(copier, memory, pages, stream)._tables)  # type: ignore[attr-defined]
+    started(copier, memory, pages, stream)
+    assert tables() is not None, "memory is let go that a copy in the stream still reads"
+    device.run()
+    for _ in range(2):
+        started(copier, memory, pages, device.new_stream())
+    assert tables() is None

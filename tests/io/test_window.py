@@ -127,6 +127,19 @@ def test_slots_on_their_way_are_watched_while_somebody_waits(window: Window, wat
     assert got == [slots[1]] and len(watch.points) == 1
 
 
+def test_a_slot_that_somebody_else_has_collected_goes_to_who_waits(window: Window, watch: Watch) -> None:
+    events, slots = [FakeEvent() for _ in range(3)], take_all(window)
+    for number in range(3):
+        window.give_back(slots[number], events[number], number)
+    got: list[Buffer | None] = []
+    window.wait(lambda: got.append(window.take()))
+    for event in events[:2]:
+        event.reach()
+    assert window.take() is slots[0] and window.free_slots == 1, "both are collected"
+    watch.look()
+    assert got == [slots[1]], "a slot is free while somebody waits"
+
+
 def test_a_slot_that_is_given_back_twice_is_noticed(window: Window) -> None:
     slot = window.take()
     assert slot is not None
