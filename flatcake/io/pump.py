@@ -38,8 +38,8 @@ class Pump:
         self._clock = clock
         self._queue: deque[Handler | None] = deque()
         self._news = threading.Lock()
-        """Open where something may have been posted since the pump last waited.  No `queue.SimpleQueue`: where its `get`
-        loses the processor for longer than it was to wait, it waits for ever (CPython 3.11)."""
+        """Open where something may have been posted since the pump last waited.  No `queue.SimpleQueue`: where `get`
+        loses the processor for longer than it is to wait, it waits for ever (CPython 3.11)."""
         self._news.acquire()
         self._timers: SortedDict = SortedDict()
         self._numbers = itertools.count()
