@@ -7,6 +7,7 @@ import errno
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from flatcake.clock import ManualClock
 from flatcake.gva import Medium, decode_array
 from flatcake.io.device import CpuDevice, Event, Stream
 from flatcake.io.memory import Fault, MemoryEngine
-from flatcake.io.records import SUM_KIND_NONE, RecordBook
+from flatcake.io.records import SUM_KIND_NONE, Record, RecordBook
 from flatcake.io.restore import Restore
 from flatcake.io.seam import Files
 from flatcake.kernels.checksum import SUM_KIND
@@ -526,6 +527,38 @@ def test_a_record_that_comes_last_is_waited_for(store: Store, memory: Memory) ->
     assert ssd.held == 1 and not found.done() and not any(found.layer_verified)
     ssd.release()
     assert found.wait_layer(2, verified=True) and found.result().blocks == 6
+
+
+class Unreadable:
+    """Sums of a record for which there is no memory."""
+
+    def __getitem__(self, _: object) -> NoReturn:
+        raise MemoryError
+
+
+class Bare(RecordBook):
+    """Keeps records that cannot be read any more."""
+
+    def hold(self, record: Record) -> Record:
+        record.sums = Unreadable()  # type: ignore[assignment]
+        return super().hold(record)
+
+
+def test_a_restore_ends_when_a_verdict_fails_that_others_wait_behind(
+    store: Store, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    ssd, tokens = memory_engine(store, Medium.SSD), make_tokens("a", 6)
+    save(store, memory, "s", tokens)
+    parts = store.plane.parts
+    parts.book = Bare(parts.lanes, parts.layout, sum_kind=SUM_KIND, bytes_max=1)
+    ssd.inject(Fault(kind="delay", verb="read"))  # Of the record, which is asked for first.
+    with store.lease(store.match(tokens)) as lease:
+        found = store.restore(lease, np.arange(12))
+    assert all(found.wait_layer(layer) for layer in range(3))
+    fence(store)
+    ssd.release()
+    assert found.result().reason == "internal error" and "MemoryError" in caplog.text
+    check(store)
 
 
 def test_a_lost_record_of_one_medium_leaves_the_other_alone(store: Store, memory: Memory) -> None:

@@ -96,8 +96,8 @@ class Judging:
         if self._waits_for_records or not self._parts.verify:
             return
         groups, self._unjudged = self._unjudged, []
+        self._groups -= len(groups)  # Where one fails, the restore is dropped, and nobody judges the others.
         for group in groups:
-            self._groups -= 1
             if not self._restore.dropped:
                 self._judge(group)
         if self.is_idle:

@@ -4,9 +4,9 @@ Engines post their completions here, timers and device events are watched here, 
 state of restores and saves that is not guarded otherwise belongs to this thread.
 """
 
+import contextlib
 import itertools
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +26,7 @@ _TURN_NS = 200_000
 """What has been posted gives way to timers and events after so long: a ring that is not refilled runs dry."""
 _FENCE_S = 0.01
 _PATIENCE_S_MAX = 3600.0
+_FOR_EVER_S = -1
 _NS_PER_S = 1e9
 
 
@@ -35,7 +36,11 @@ class Pump:
     def __init__(self, device: Device, clock: Clock) -> None:
         self._device = device
         self._clock = clock
-        self._queue: queue.SimpleQueue[Handler | None] = queue.SimpleQueue()
+        self._queue: deque[Handler | None] = deque()
+        self._news = threading.Lock()
+        """Open where something may have been posted since the pump last waited.  No `queue.SimpleQueue`: where `get`
+        loses the processor for longer than it is to wait, it waits for ever (CPython 3.11)."""
+        self._news.acquire()
         self._timers: SortedDict = SortedDict()
         self._numbers = itertools.count()
         self._watched: dict[int, deque[tuple[Point, Handler]]] = {}
@@ -47,7 +52,7 @@ class Pump:
 
     def post(self, handler: Handler) -> None:
         """Run `handler` on the pump's thread, soon.  From any thread."""
-        self._queue.put(handler)
+        self._put(handler)
 
     def at(self, when_ns: int, handler: Handler) -> Timer:
         """Run `handler` at a time of the clock, or soon after, unless it is forgotten.  From any thread."""
@@ -102,7 +107,7 @@ class Pump:
 
     def close(self, wait_ns: int) -> bool:
         """Stop after what is queued now; True when the thread has ended.  A second call does nothing."""
-        self._queue.put(None)
+        self._put(None)
         if not self.on_thread():
             self._thread.join(wait_ns / _NS_PER_S)
         return not self._thread.is_alive()
@@ -113,29 +118,31 @@ class Pump:
             self._fire_timers()
             self._fire_events()
 
+    def _put(self, handler: Handler | None) -> None:
+        self._queue.append(handler)
+        if self._news.locked():
+            with contextlib.suppress(RuntimeError):  # Somebody else has just opened it.
+                self._news.release()
+
     def _run_posted(self) -> bool:
         """Wait for handlers, then run those that are there now, for a turn's time; False when the last was the end."""
-        try:
-            handler = self._queue.get(timeout=self._patience_s())
-            until_ns = self._clock.now_ns() + _TURN_NS
-            for _ in range(self._queue.qsize()):
-                if handler is None:
-                    return False
-                self._call(handler)
-                if self._clock.now_ns() > until_ns:
-                    return True
-                handler = self._queue.get_nowait()
-        except queue.Empty:
-            return True
-        if handler is not None:
+        if not self._queue:
+            self._news.acquire(timeout=self._patience_s())
+        until_ns = self._clock.now_ns() + _TURN_NS
+        for _ in range(len(self._queue)):
+            handler = self._queue.popleft()
+            if handler is None:
+                return False
             self._call(handler)
-        return handler is not None
+            if self._clock.now_ns() > until_ns:
+                break
+        return True
 
-    def _patience_s(self) -> float | None:
+    def _patience_s(self) -> float:
         if self._watched:
             return _POLL_S
         if not self._timers:
-            return None
+            return _FOR_EVER_S
         wait_ns: int = self._timers.peekitem(0)[0][0] - self._clock.now_ns()
         return min(max(0.0, wait_ns / _NS_PER_S), _PATIENCE_S_MAX)
 

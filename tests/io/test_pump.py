@@ -1,9 +1,13 @@
 """The pump: order, timers, device events, handlers that fail, and its end."""
 
+import ast
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+import flatcake.io.pump
 from flatcake.clock import ManualClock
 from flatcake.io.device import CpuDevice
 from flatcake.io.pump import Pump
@@ -36,6 +40,39 @@ def test_handlers_run_in_order_on_one_thread_that_is_not_the_callers(pump: Pump)
         pump.post(lambda number=number: seen.append((number, pump.on_thread())))
     fence(pump)
     assert seen == [(number, True) for number in range(100)] and not pump.on_thread()
+
+
+def test_posts_of_many_threads_are_all_run_in_the_order_of_each(pump: Pump) -> None:
+    seen: dict[int, list[int]] = {thread: [] for thread in range(4)}
+    event = FakeEvent()
+    pump.watch(event, event.reach)
+
+    def post(thread: int) -> None:
+        for number in range(1000):
+            pump.post(partial(seen[thread].append, number))
+            if not number % 100:  # The pump waits again and again.
+                fence(pump)
+
+    threads = [threading.Thread(target=post, args=(thread,)) for thread in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    fence(pump)
+    assert all(numbers == list(range(1000)) for numbers in seen.values())
+    event.reach()
+
+
+def test_no_simple_queue_is_asked_for_a_short_time() -> None:
+    """CPython 3.11's waits without an end where its thread loses the processor for longer than that time.
+
+    `get` takes the lock of an empty queue, subtracts what has passed, and takes what is then negative for "no limit".
+    With the 50 us of the pump it comes once in some ten thousand waits, and then no device event is looked at any more.
+    """
+    for path in Path(flatcake.io.pump.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                assert not any(word.arg == "timeout" for word in node.keywords), f"{path.name}:{node.lineno}"
 
 
 def test_timers_fire_in_the_order_of_their_times_and_not_before(pump: Pump, clock: ManualClock) -> None:
