@@ -1,8 +1,8 @@
 """The verdicts of a restore: checksums of its pieces against the records of their extents.
 
 The copy computes the sums of a tile in the same pass.  They are fetched from the device for several tiles at
-once, when a layer is complete, and compared on the host when the records are there too: neither delays a layer.
-Pump's thread only.
+once, whenever a layer is complete, and compared on the host when the records are there too: neither delays a
+layer.  Pump's thread only.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,6 @@ from flatcake.io.restore import Restore
 from flatcake.io.tilecopy import TileCopy
 from flatcake.io.verdict import WantedSums
 from flatcake.messages import BASE, MEDIUM, Int64Array, block_column
-
-_TILES_A_FETCH = 4
-"""At least, but for the last ones: a fetch and its verdict cost the host as much as a third of a tile."""
 
 
 class Judging:
@@ -60,21 +57,14 @@ class Judging:
         """Judge the sums of `copy`: say so before a tile is scattered."""
         self._copy, self._unverified = copy, list(self._work.layer_tiles)
 
-    def note_scattered(self, tile: int, bad: list[int], *, is_due: bool, is_last: bool) -> None:
-        """A tile's copy is queued; its sums, and those of the tiles before it, are fetched where they are due.
-
-        Args:
-            tile: Which one.
-            bad: Rows of its pieces that were not read.
-            is_due: A layer is complete now.
-            is_last: All are.
-        """
+    def note_scattered(self, tile: int, bad: list[int], *, fetch: bool) -> None:
+        """A tile's copy is queued; `fetch` its sums, and those of the tiles before it, now."""
         if not self._parts.verify:
             return
         self._unfetched.append(tile)
         if bad:
             self._bad_rows[tile] = bad
-        if is_last or (is_due and len(self._unfetched) >= _TILES_A_FETCH):
+        if fetch:
             assert self._copy is not None
             group, self._unfetched = self._unfetched, []
             self._copy.fetch_sums(group)

@@ -223,5 +223,5 @@ class Reading:
                 if not self._unread[layer]:
                     complete.append(layer)
             restore.note_layers(complete, event)
-            self._judging.note_scattered(tile, bad, is_due=bool(complete), is_last=not any(self._unread))
+            self._judging.note_scattered(tile, bad, fetch=bool(complete))
             return event
