@@ -121,7 +121,7 @@ def test_callers_get_their_own_bytes_or_none(tmp_path: Path, verify: str, place:
         for caller in callers:
             caller.thread.start()
         for caller in callers:
-            caller.thread.join(3 * WAIT_S)
+            caller.thread.join(6 * WAIT_S)
             assert not caller.thread.is_alive(), f"{caller.thread.name} never came back"
         for caller in callers:
             if caller.error is not None:
