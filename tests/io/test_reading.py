@@ -124,14 +124,25 @@ def many(store: Store, memory: Memory, blocks: int) -> tuple[Pages, Pages]:
     return tokens, np.random.default_rng(1).permutation(2 * blocks)
 
 
-def begin(store: Store, tokens: Pages, pages: Pages, kind: type[Work]) -> tuple[Restore, Work]:
-    """Start a restore of a lease of its own, whose plan is expanded by `kind`."""
+class Odd(Work):
+    """A plan with pieces of another kind."""
+
+    kind: type[Pieces]
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return self.kind(self.plan, self.tiles, self._lanes, self._layout)
+
+
+def begin(store: Store, tokens: Pages, pages: Pages, kind: type[Pieces]) -> tuple[Restore, Work]:
+    """Start a restore of a lease of its own, whose plan has pieces of a `kind`."""
     parts = store.plane.parts
     lease = store.lease(store.match(tokens))
     plan = store.catalog.start_restore(lease.entry.lease_id, 0)
     assert not isinstance(plan, Refused)
     lease.close()
-    work, layers = kind(plan, make_tiles(plan.runs, parts.lanes, parts.limits), parts.lanes, parts.layout), LAYERS
+    work, layers = Odd(plan, make_tiles(plan.runs, parts.lanes, parts.limits), parts.lanes, parts.layout), LAYERS
+    work.kind = kind
     handle = Restore(parts.device, parts.clock, work.tiles, blocks=len(plan.keys), block_tokens=8, layers=layers)
     reading = Reading(parts, handle, work, store.catalog.finish, parts.window.slots)
     handle.on_drop = lambda: parts.pump.post(reading.on_dropped)
@@ -228,19 +239,11 @@ class NoMemory(Pieces):
         raise MemoryError
 
 
-class TooMany(Work):
-    """A plan with such pieces."""
-
-    @cached_property
-    def pieces(self) -> Pieces:
-        return NoMemory(self.plan, self.tiles, self._lanes, self._layout)
-
-
 def test_tiles_come_back_when_there_is_no_memory_for_the_pieces() -> None:
     memory = Memory(simple_layout(layers=LAYERS, dim=4, page_count=64))
     with make_store(memory) as store:
         tokens, pages = many(store, memory, 6)
-        handle, _ = begin(store, tokens, pages[:12], TooMany)
+        handle, _ = begin(store, tokens, pages[:12], NoMemory)
         handle.on_layer(0, lambda: pytest.fail("a layer came"))
         eventually(store, lambda: store.stats().plans == 0)
         assert handle.result().reason == "internal error"
@@ -259,14 +262,6 @@ class Turns(Pieces):
         return super()._make(first, last)
 
 
-class Shares(Work):
-    """A plan with such pieces."""
-
-    @cached_property
-    def pieces(self) -> Pieces:
-        return Turns(self.plan, self.tiles, self._lanes, self._layout)
-
-
 @pytest.mark.parametrize("is_cached", [False, True], ids=["records_are_read", "records_are_there"])
 def test_pieces_are_expanded_a_share_a_turn_wherever_records_come_from(is_cached: bool) -> None:
     blocks = 2 * SHARE // LAYERS
@@ -277,7 +272,7 @@ def test_pieces_are_expanded_a_share_a_turn_wherever_records_come_from(is_cached
         if not is_cached:
             parts.book = RecordBook(parts.lanes, parts.layout, sum_kind=SUM_KIND, bytes_max=RECORD_CACHE_BYTES)
         Turns.post = staticmethod(parts.pump.post)
-        handle, work = begin(store, tokens, pages, Shares)
+        handle, work = begin(store, tokens, pages, Turns)
         assert (handle.result().blocks, handle.result().reason) == (blocks, "")
         seen = vars(work.pieces)["seen"]
         assert seen == list(range(len(seen))) and len(seen) > 1, "all were expanded in one turn"
@@ -316,14 +311,6 @@ class Late(Pieces):
         yield self._make(1, len(self._segments))
 
 
-class Later(Work):
-    """A plan with such pieces."""
-
-    @cached_property
-    def pieces(self) -> Pieces:
-        return Late(self.plan, self.tiles, self._lanes, self._layout)
-
-
 def test_a_tile_is_not_scattered_before_its_pieces_are_made() -> None:
     memory = Memory(simple_layout(layers=LAYERS, dim=4, page_count=64))
     with make_store(memory) as store:
@@ -332,7 +319,7 @@ def test_a_tile_is_not_scattered_before_its_pieces_are_made() -> None:
         io = parts.media[Medium.SSD]
         Late.answers, Late.slots = Answers(io.engine), parts.window.slots
         parts.media = {**parts.media, Medium.SSD: io._replace(engine=Late.answers)}  # type: ignore[arg-type]
-        handle, work = begin(store, tokens, pages[:12], Later)
+        handle, work = begin(store, tokens, pages[:12], Late)
         assert work.tiles.tile_segments[1] == 1, "the first tile needs more than is made at first"
         assert (handle.result().blocks, handle.result().reason) == (6, "")
         fence(store)
