@@ -103,7 +103,7 @@ class Setup:
         number = torch.arange(sizes.pages_slot)
         offsets = number * (sizes.page_bytes * sizes.components)
         self.pieces = torch.stack([offsets, number, torch.zeros_like(number)], 1).contiguous().to(device)
-        self.sums = torch.zeros(sizes.pages_slot, dtype=torch.int32, device=device)
+        self.sums = torch.zeros(sizes.pages_slot, self.kv.sum_lanes, dtype=torch.int32, device=device)
         self.seeds = torch.arange(sizes.pages_slot, dtype=torch.int32, device=device)
 
     def slot(self, number: int) -> torch.Tensor:

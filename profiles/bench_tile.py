@@ -90,7 +90,7 @@ class NoCopies:
     """A copier and its copies; all sums are zeros."""
 
     def start(self, tiles: object, pieces: Any, *_: object, **__: object) -> "NoCopies":
-        self.sums = np.zeros(len(pieces.table), np.uint32)
+        self._sums = np.zeros(len(pieces.table), np.uint32)
         return self
 
     def push(self, rows: slice) -> None:
@@ -101,6 +101,9 @@ class NoCopies:
 
     def gather(self, tile: int, slot: Buffer) -> None:
         return None
+
+    def sums_of(self, rows: slice) -> np.ndarray:
+        return self._sums[rows]
 
     def fetch_sums(self, tiles: Sequence[int]) -> None:
         return None

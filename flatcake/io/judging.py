@@ -99,7 +99,7 @@ class Judging:
         assert self._copy is not None
         pieces, bounds = self._work.pieces, self._work.pieces.tile_pieces
         rows = slice(int(bounds[min(group)]), int(bounds[max(group) + 1]))  # Those of other tiles do not count.
-        differs = self._copy.sums[rows] != self._wanted.of(rows)
+        differs = self._copy.sums_of(rows) != self._wanted.of(rows)
         complete, is_right = [], not differs.any()
         for tile in group:
             bad_rows = self._bad_rows.pop(tile, ())

@@ -43,9 +43,8 @@ class TileCopy(Protocol):
     def fetch_sums(self, tiles: Sequence[int]) -> None:
         """Queue the way to the host of the checksums of tiles whose copies are queued."""
 
-    @property
-    def sums(self) -> Sums:
-        """uint32 [pieces of the plan]: unfinished checksums, valid where they have been fetched."""
+    def sums_of(self, rows: "slice | Int64Array") -> Sums:
+        """uint32 [rows]: unfinished checksums of rows of the pieces, valid where they have been fetched."""
 
 
 class Copier(Protocol):
@@ -88,10 +87,9 @@ class _HostCopy:
     def fetch_sums(self, tiles: Sequence[int]) -> None:
         return None
 
-    @property
-    def sums(self) -> Sums:
+    def sums_of(self, rows: "slice | Int64Array") -> Sums:
         assert self._sums is not None
-        return self._sums
+        return self._sums[rows]
 
     def _sum(self, tile: int, slot: Buffer) -> None:
         if self._sums is not None:
@@ -169,19 +167,21 @@ class PieceTables:
     """
 
     def __init__(self, copier: "GpuCopier", pieces: int, pages: int, stream: Stream, *, sums: bool) -> None:
+        assert pieces % 2 == 0, pieces  # Else the pieces, of 8 bytes each number, would begin in the middle of one.
         device, self._room = copier.device, (pieces, pages, sums)
         self._device, self._stream = device, stream  # Kept, so that no other stream gets its identity.
         self._pushed: Event = NOW
-        sizes = [8 * pages, 4 * pieces * sums, 4 * pieces * sums, 24 * pieces]
+        self._lanes = lanes = copier.table.sum_lanes
+        sizes = [8 * pages, 4 * pieces * lanes * sums, 4 * pieces * sums, 24 * pieces]
         ends = list(accumulate(sizes))
         self._starts = [end - size for end, size in zip(ends, sizes, strict=True)]
         mirror = self._mirror = device.mirror(ends[-1], stream)
         sides: tuple[Any, Any] = mirror.host, mirror.tensor
         host, there = ([side[start:end] for start, end in zip(self._starts, ends, strict=True)] for side in sides)
         self._pages, self._seeds, self._pieces = host[0].view(np.int64), host[2].view(np.uint32), host[3].view(np.int64)
-        self.sums: Sums = host[1].view(np.uint32)
-        """uint32 [pieces]: what has been fetched."""
-        both = (there[1].view(torch.int32), there[2].view(torch.int32)) if sums else (None, None)
+        self.sums: Sums = host[1].view(np.uint32).reshape(-1, lanes)
+        """uint32 [pieces, lanes]: what has been fetched; a piece's sum is that of its lanes."""
+        both = (there[1].view(torch.int32).view(-1, lanes), there[2].view(torch.int32)) if sums else (None, None)
         tables: Tables = (there[3].view(torch.int64).view(-1, 3), there[0].view(torch.int64), *both)
         self.kernel_tables = tables
         self.scatter, self.gather = (
@@ -220,7 +220,8 @@ class PieceTables:
     def fetch(self, first: int, last: int) -> None:
         """Queue the way of the sums of pieces `first` … `last` - 1 to the host."""
         if len(self.sums):
-            self._mirror.pull(self._starts[1] + 4 * first, self._starts[1] + 4 * last)
+            row_bytes = 4 * self._lanes
+            self._mirror.pull(self._starts[1] + row_bytes * first, self._starts[1] + row_bytes * last)
 
 
 class _GpuCopy:
@@ -251,9 +252,9 @@ class _GpuCopy:
     def fetch_sums(self, tiles: Sequence[int]) -> None:
         self._tables.fetch(self._bounds[min(tiles)], self._bounds[max(tiles) + 1])  # Others among them: again later.
 
-    @property
-    def sums(self) -> Sums:
-        return self._tables.sums
+    def sums_of(self, rows: "slice | Int64Array") -> Sums:
+        sums: Sums = self._tables.sums[rows].sum(axis=1, dtype=np.uint32)
+        return sums
 
 
 def _on_rows(table: Int64Array, column: int, layers: Int64Array, kv: PagedKV, rows: int) -> Int64Array:

@@ -172,7 +172,7 @@ class Writing:
             rows = slice(int(pieces.tile_pieces[tiles.start]), int(pieces.tile_pieces[tiles.stop]))
             _, blocks, layers = pieces.table[rows].T
             sizes = np.asarray(self._parts.payload_bytes)[layers]
-            self._sums[blocks, layers] = finish(self._copy.sums[rows], sizes, pieces.seeds[rows])
+            self._sums[blocks, layers] = finish(self._copy.sums_of(rows), sizes, pieces.seeds[rows])
         self._has_sums = tiles.stop == self._work.tiles.tiles
         self._advance()
 

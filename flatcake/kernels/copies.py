@@ -18,7 +18,7 @@ Tables = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 Bytes = npt.NDArray[np.uint8]
 
-_PIECE_BYTES, _SUM_BYTES = 24, 4
+_PIECE_BYTES, _WORD_BYTES = 24, 4
 
 
 class CopyRuns:
@@ -37,6 +37,7 @@ class CopyRuns:
         self._kernel, self._tables, self._kv, self._programs_max = kernel, tables, kv, programs_max
         self._addresses = [None if table is None else table.data_ptr() for table in tables]
         self._engine = kv.rows.data_ptr(), kv.starts.data_ptr()
+        self._lanes = 1 if tables[2] is None else tables[2].shape[1]
         self._walks: dict[int, Walk] = {}
 
     def launch(self, window: Tensor, first: int, last: int, stream: int | None = None) -> None:
@@ -57,16 +58,16 @@ class CopyRuns:
             walk = self._walks[last - first] = kv.walk(last - first, self._programs_max)
         loop = walk.programs < walk.items
         counts = (
-            walk.items, walk.chunks, kv.components, kv.pages_per_block, *kv.uniform, loop, walk.steps,
-            walk.tile_units, kv.unit_bytes, walk.wide, checksum.WEYL, checksum.SPREAD,
+            walk.items, walk.chunks, kv.components, kv.pages_per_block, kv.uniform, self._lanes, loop,
+            walk.steps, walk.tile_units, kv.unit_bytes, walk.wide, checksum.WEYL, checksum.SPREAD,
         )  # fmt: skip
         assert pieces is not None
         args = (
             window.data_ptr(), pieces + first * _PIECE_BYTES, pages, *self._engine,
-            None if sums is None else sums + first * _SUM_BYTES,
-            None if seeds is None else seeds + first * _SUM_BYTES,
+            None if sums is None else sums + first * self._lanes * _WORD_BYTES,
+            None if seeds is None else seeds + first * _WORD_BYTES,
         )  # fmt: skip
-        key = sums is None, loop
+        key = sums is None, self._lanes, loop
         if not kv.launches.again(self._kernel, walk.programs, args + counts, key=key, stream=stream):
             given = (kv.words(window), *self._slices(first, last))
             kv.launches.first(self._kernel, walk.programs, given + counts, key=key, warps=kv.tuning.warps)
@@ -100,4 +101,4 @@ def walk_pages(
                     yield part[slot].reshape(memory.shape), memory
         if sums is not None and seeds is not None:
             total = checksum.sum_parts(staged[None, offset:], parts, seeds.numpy()[number : number + 1])
-            sums[number] += int(total.view(np.int32)[0])
+            sums[number, 0] += int(total.view(np.int32)[0])

@@ -24,6 +24,8 @@ BASE, PAGE_STRIDE, ROWS_PER_PAGE, ROW_STRIDE, ROW_SIZE, PIECE_OFFSET = range(6)
 
 UNITS_BYTES = (16, 8, 4)
 
+_ITEMS_A_LANE, _LANES_MAX = 8, 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
@@ -34,7 +36,7 @@ class Tuning:
 
     tile_units: int = 256
     """Units that one program moves at a time; a power of two."""
-    steps: int = 3
+    steps: int = 2
     """Tiles that it moves one after another, and sums up as one."""
     wide_units_min: int = 256
     """Rows that are multiples of a power of two at least this large need no look-up per unit."""
@@ -82,8 +84,9 @@ class KVTable:
     """Units of the largest part."""
     row_units_gcd: int
     """Divides the row size of every component, in units."""
-    uniform: tuple[int, int]
-    """Rows a page and units a row where all components of all layers agree on them, else zeros: then kernels look."""
+    uniform: tuple[int, ...] | None
+    """What all components of all layers agree on, so that kernels need not look: units from page to page, rows a page,
+    units from row to row, units a row, and from part to part units of the window and payload words.  Else None."""
     tuning: Tuning
     launches: Launches = field(default_factory=Launches, compare=False, repr=False)
     """Kernels compiled for this table: its units, tiles and counts never change."""
@@ -124,7 +127,7 @@ class KVTable:
             pages_per_block=pages_per_block,
             part_units_max=int(part_units.max()),
             row_units_gcd=math.gcd(*rows[..., ROW_SIZE].ravel().tolist()),
-            uniform=_uniform(rows),
+            uniform=_uniform(rows, int(words.max())),
             tuning=tuning or Tuning(),
         )
 
@@ -157,6 +160,12 @@ class KVTable:
         base, page_stride, rows, row_stride, row_bytes, _ = self.host_rows[layer, component].tolist()
         memory = (ctypes.c_uint8 * ((rows - 1) * row_stride + row_bytes)).from_address(base + page * page_stride)
         return np.ndarray((rows, row_bytes), np.uint8, memory, strides=(row_stride, 1))
+
+    @property
+    def sum_lanes(self) -> int:
+        """Columns of `sums` that keep the copies from waiting for one another: about one for eight items of a piece."""
+        items = self.walk(1, None).items
+        return min(_LANES_MAX, 1 << max(0, (items // _ITEMS_A_LANE).bit_length() - 1))
 
     def words(self, window: Tensor) -> Tensor:
         """The window as the words that kernels load: two int64 for 16 bytes, else one word of a unit's size."""
@@ -207,9 +216,9 @@ class KVTable:
             raise ShapeError("sums and seeds: expected both or neither")
         for name, given in (("sums", sums), ("seeds", seeds)):
             if given is not None:
-                _expect(name, given, torch.int32, 1, self.rows.device)
-                if given.shape[0] != pieces.shape[0]:
-                    raise ShapeError(f"{name} [{given.shape[0]}]: expected one for each of {pieces.shape[0]} pieces")
+                _expect(name, given, torch.int32, 2 if given is sums else 1, self.rows.device)
+                if given.shape[0] != pieces.shape[0] or 0 in given.shape[1:]:
+                    raise ShapeError(f"{name} {list(given.shape)}: expected one for each of {pieces.shape[0]} pieces")
 
 
 def _expect(name: str, given: Tensor, dtype: torch.dtype, dims: int, device: torch.device) -> None:
@@ -253,6 +262,10 @@ def _unit_bytes(host: npt.NDArray[np.int64]) -> int:
     raise ShapeError(f"bases, sizes, strides and offsets share only {divisor} bytes: expected multiples of 4")
 
 
-def _uniform(rows: npt.NDArray[np.int64]) -> tuple[int, int]:
-    kinds = np.unique(rows[..., [ROWS_PER_PAGE, ROW_SIZE]].reshape(-1, 2), axis=0).tolist()
-    return (kinds[0][0], kinds[0][1]) if len(kinds) == 1 else (0, 0)
+def _uniform(rows: npt.NDArray[np.int64], part_words: int) -> tuple[int, ...] | None:
+    components = rows.shape[1]
+    part_step = int(rows[0, -1, PIECE_OFFSET]) // max(1, components - 1)
+    kinds = np.unique(rows[..., PAGE_STRIDE : ROW_SIZE + 1].reshape(-1, 4), axis=0).tolist()
+    if len(kinds) > 1 or (rows[..., PIECE_OFFSET] != part_step * np.arange(components)).any():
+        return None
+    return (*kinds[0], part_step, part_words)

@@ -20,13 +20,13 @@ from flatcake.kernels.walk import copy_items
 )
 def _scatter_kernel(
     window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr, items,
-    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    ROW_UNITS: tl.constexpr, LOOP: tl.constexpr, STEPS: tl.constexpr,
+    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, UNIFORM: tl.constexpr,
+    LANES: tl.constexpr, LOOP: tl.constexpr, STEPS: tl.constexpr,
     TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     copy_items(
         window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr, items,
-        CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, LOOP, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER=True,
+        CHUNKS, COMPONENTS, PAGES, UNIFORM, LANES, LOOP, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER=True,
     )  # fmt: skip
 
 
@@ -58,7 +58,8 @@ def scatter_pieces(
         pieces: int64 [n, 3]: window offset in bytes (a multiple of 16), block (index into `pages`), layer.
         pages: int64 [blocks * kv.pages_per_block]; a page below 0 is skipped but still summed.  Others are distinct.
         kv: Where the engine's pages are; they are written, nothing else is.
-        sums: int32 [n], zeroed by the caller; each piece's unfinished checksum is added to it.
+        sums: int32 [n, lanes], zeroed by the caller; to each row the unfinished checksum of a piece is added, in parts
+            to any of its lanes, modulo 2**32.  `kv.sum_lanes` of them are quickest, one will do.
         seeds: int32 [n], bits of `checksum.piece_seeds`.  Given together with `sums`, or not.
         programs_max: At most so many programs, to leave multiprocessors to the model; None for one an item.
 

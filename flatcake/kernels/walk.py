@@ -13,11 +13,12 @@ import triton.language as tl
 @triton.jit
 def read_item(
     item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, ROW_UNITS: tl.constexpr, UNIT: tl.constexpr,
+    UNIFORM: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # -> piece, chunk, block, the component's row (see `KVTable.rows`), units of the part, its first payload word, its
     # window offset in units.  Every number is loaded once, since loads are not merged, and what all rows share is a
-    # constant: a division by one is a shift, any other costs as much as the copy of a unit.
+    # constant (`KVTable.uniform`): a division by one is a shift, any other costs as much as the copy of a unit, and
+    # what need not be loaded is not waited for before the copy begins.
     part = item // CHUNKS
     chunk = item - part * CHUNKS
     piece = part // COMPONENTS
@@ -28,16 +29,20 @@ def read_item(
     layer = tl.load(piece_ptr + 2)
     entry = layer * COMPONENTS + component
     row_ptr = rows_ptr + entry * 6
-    if ROW_UNITS:
-        rows_per_page = PAGE_ROWS
-        row_units = ROW_UNITS
+    base = tl.load(row_ptr)
+    if UNIFORM is not None:
+        row = (base, UNIFORM[0], UNIFORM[1], UNIFORM[2], UNIFORM[3])
+        part_units = UNIFORM[1] * UNIFORM[3] * PAGES
+        window_unit = offset_bytes // UNIT + component.to(tl.int64) * UNIFORM[4]
+        start = component.to(tl.int64) * UNIFORM[5]
     else:
         rows_per_page = tl.load(row_ptr + 2).to(tl.int32)
         row_units = tl.load(row_ptr + 4).to(tl.int32)
-    row = (tl.load(row_ptr), tl.load(row_ptr + 1), rows_per_page, tl.load(row_ptr + 3), row_units)
-    part_units = rows_per_page * row_units * PAGES
-    window_unit = offset_bytes // UNIT + tl.load(row_ptr + 5)
-    return piece, chunk, block, row, part_units, tl.load(starts_ptr + entry), window_unit
+        row = (base, tl.load(row_ptr + 1), rows_per_page, tl.load(row_ptr + 3), row_units)
+        part_units = rows_per_page * row_units * PAGES
+        window_unit = offset_bytes // UNIT + tl.load(row_ptr + 5)
+        start = tl.load(starts_ptr + entry)
+    return piece, chunk, block, row, part_units, start, window_unit
 
 
 @triton.jit
@@ -131,22 +136,23 @@ def mixed_words(
 
 
 @triton.jit
-def add_sum(sums_ptr, piece, mixed):
-    # Add mixed words to the sum of a piece: once an item, since sums of neighbours share a line of the cache.
+def add_sum(sums_ptr, item, piece, mixed, LANES: tl.constexpr):
+    # Add mixed words to the sum of a piece: once an item, and the items of one piece by turns to each of its lanes,
+    # since additions to one place wait for one another.
     total = tl.sum(tl.ravel(mixed), 0).to(tl.int32, bitcast=True)
-    tl.atomic_add(sums_ptr + piece, total, sem="relaxed")
+    tl.atomic_add(sums_ptr + piece.to(tl.int64) * LANES + item % LANES, total, sem="relaxed")
 
 
 @triton.jit
 def copy_item(
     item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    ROW_UNITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, UNIFORM: tl.constexpr,
+    LANES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
     WEYL: tl.constexpr, SPREAD: tl.constexpr, SCATTER: tl.constexpr,
 ):  # fmt: skip
     # Copies a few tiles of units, and adds the sum of what the window then holds to that of the piece.
     piece, chunk, block, row, part_units, start, window_unit = read_item(
-        item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, UNIT
+        item, pieces_ptr, rows_ptr, starts_ptr, CHUNKS, COMPONENTS, PAGES, UNIFORM, UNIT
     )
     mixed = no_words(TILE, UNIT)
     if sums_ptr is not None:
@@ -172,14 +178,14 @@ def copy_item(
             mixed += mixed_words(value, inside, first, start, seed, TILE, UNIT, WEYL, SPREAD)
         first += TILE
     if sums_ptr is not None:
-        add_sum(sums_ptr, piece, mixed)
+        add_sum(sums_ptr, item, piece, mixed, LANES)
 
 
 @triton.jit
 def copy_items(
     window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr, items,
-    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    ROW_UNITS: tl.constexpr, LOOP: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
+    CHUNKS: tl.constexpr, COMPONENTS: tl.constexpr, PAGES: tl.constexpr, UNIFORM: tl.constexpr,
+    LANES: tl.constexpr, LOOP: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, WEYL: tl.constexpr, SPREAD: tl.constexpr, SCATTER: tl.constexpr,
 ):  # fmt: skip
     # A program for each item; or fewer, of which each takes every n-th.
@@ -188,11 +194,11 @@ def copy_items(
         while item < items:
             copy_item(
                 item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-                CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER,
+                CHUNKS, COMPONENTS, PAGES, UNIFORM, LANES, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER,
             )  # fmt: skip
             item += tl.num_programs(0)
     else:
         copy_item(
             item, window_ptr, pieces_ptr, pages_ptr, rows_ptr, starts_ptr, sums_ptr, seeds_ptr,
-            CHUNKS, COMPONENTS, PAGES, PAGE_ROWS, ROW_UNITS, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER,
+            CHUNKS, COMPONENTS, PAGES, UNIFORM, LANES, STEPS, TILE, UNIT, WIDE, WEYL, SPREAD, SCATTER,
         )  # fmt: skip

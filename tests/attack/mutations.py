@@ -43,8 +43,8 @@ MUTATIONS = (
     mutation(
         "checksums are not compared",
         "io/judging.py",
-        "self._copy.sums[rows] != self._wanted.of(rows)",
-        "self._copy.sums[rows] != self._copy.sums[rows]",
+        "self._copy.sums_of(rows) != self._wanted.of(rows)",
+        "self._copy.sums_of(rows) != self._copy.sums_of(rows)",
         f"{_DATAPLANE}::test_a_flipped_bit_fails_its_block",
         f"{_DATAPLANE}::test_pieces_in_each_others_place_fail",
     ),

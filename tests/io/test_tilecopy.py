@@ -52,7 +52,7 @@ def test_no_copy_after_the_first_ones_starts_the_compiler(programs_max: int | No
     copier.warm(sums=sums)
     assert memory.is_equal(before), "a page was touched"
     warmed, pieces = list(noted.compiled), 9
-    tables = PieceTables(copier, pieces, 2, device.new_stream(), sums=sums)
+    tables = PieceTables(copier, pieces + 1, 2, device.new_stream(), sums=sums)
     tables.set_pages(np.full(2, -1))
     tables.push(0, np.zeros((pieces, 3), np.int64), np.zeros(pieces, np.uint32))
     for runs in (scatter_runs, gather_runs):
@@ -62,9 +62,9 @@ def test_no_copy_after_the_first_ones_starts_the_compiler(programs_max: int | No
     assert noted.compiled == warmed, "a restore waits for the compiler"
 
 
-@pytest.mark.parametrize("sums", [False, True], ids=["bytes", "sums"])
-def test_tables_of_pieces_go_up_share_by_share(sums: bool) -> None:
-    memory, device, count = Memory(simple_layout(layers=2)), FakeCuda(), 7
+@pytest.mark.parametrize(("sums", "dim"), [(False, 24), (True, 24), (True, 2048)], ids=["bytes", "sums", "lanes"])
+def test_tables_of_pieces_go_up_share_by_share(sums: bool, dim: int) -> None:
+    memory, device, count = Memory(simple_layout(layers=2, page_count=8, dim=dim)), FakeCuda(), 8
     copier = GpuCopier(memory.kv.geometry(8), memory.kv, device, programs_max=None)
     rng = np.random.default_rng(0)
     pieces, pages, seeds = rng.integers(0, 9, (count, 3)), rng.integers(0, 9, (3, 2)), rng.integers(0, 9, count)
@@ -78,19 +78,23 @@ def test_tables_of_pieces_go_up_share_by_share(sums: bool) -> None:
             assert found is not None and seed_table is not None
             assert (seed_table[:last].numpy() == seeds[:last]).all() and not found.any()
     if sums:
-        assert found is not None
-        found += torch.arange(count, dtype=torch.int32)
+        assert found is not None and found.shape[1] == (1 if dim == 24 else 2)
+        found += torch.arange(count, dtype=torch.int32)[:, None]
         tables.fetch(2, 5)
-        assert tables.sums.tolist() == [0, 0, 2, 3, 4, 0, 0]
+        assert tables.sums.tolist() == [[row] * found.shape[1] for row in (0, 0, 2, 3, 4, 0, 0, 0)]
 
 
-@pytest.mark.parametrize("block_tokens", [4, 8, 12], ids=["one page", "two pages", "three pages"])
-def test_plans_that_follow_on_one_stream_share_tables_and_nothing_else(block_tokens: int) -> None:
-    memory, device = Memory(simple_layout(layers=2)), FakeCuda()
+@pytest.mark.parametrize(
+    ("block_tokens", "dim"),
+    [(4, 24), (8, 24), (12, 24), (8, 2048)],
+    ids=["one page", "two pages", "three pages", "lanes of sums"],
+)
+def test_plans_that_follow_on_one_stream_share_tables_and_nothing_else(block_tokens: int, dim: int) -> None:
+    memory, device = Memory(simple_layout(layers=2, dim=dim)), FakeCuda()
     geometry = memory.kv.geometry(block_tokens)
     lanes, copier = LaneTable.of(geometry), GpuCopier(geometry, memory.kv, device, programs_max=None)
     host, stream, made = HostCopier(geometry, memory.kv), device.new_stream(), set()
-    rng, slot_bytes = np.random.default_rng(0), 1 << 20
+    rng, slot_bytes = np.random.default_rng(0), 2 << 20
     limits = make_limits(slot_bytes=slot_bytes, first_tile_bytes=slot_bytes)
     for plan_id, blocks in enumerate((3, 1, 4, 4)):
         table = np.array([[1, 0, 8, 10 + plan_id, 0, blocks, 0]])
@@ -104,7 +108,7 @@ def test_plans_that_follow_on_one_stream_share_tables_and_nothing_else(block_tok
             copy.push(slice(0, len(pieces)))
             copy.gather(0, slot)
             copy.fetch_sums([0])
-            found.append(copy.sums[: len(pieces)].copy())
+            found.append(copy.sums_of(slice(0, len(pieces))).copy())
         assert torch.equal(slots[0].tensor, slots[1].tensor) and found[0].tolist() == found[1].tolist()
         made.add(id(next(iter(copier._tables.values()))))
     assert len(copier._tables) == 1 and len(made) < 4, "no plan used the tables of the one before it"

@@ -100,9 +100,9 @@ def launch(
     window, pieces, pages, seeds = (
         tensor.to(device, copy=True) for tensor in (case.window, case.pieces, case.pages, case.seeds)
     )
-    sums = torch.zeros(len(pieces), dtype=torch.int32, device=device) if summed else None
+    sums = torch.zeros(len(pieces), 3, dtype=torch.int32, device=device) if summed else None
     given = {"sums": sums, "seeds": seeds if summed else None}
     if programs_max is not None:
         given["programs_max"] = programs_max  # type: ignore[assignment]
     kernel(window, pieces, pages, kv, **given)
-    return window.cpu().numpy(), None if sums is None else sums.cpu().numpy()
+    return window.cpu().numpy(), None if sums is None else sums.cpu().numpy().sum(axis=1, dtype=np.int32)

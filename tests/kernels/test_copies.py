@@ -161,9 +161,11 @@ def test_copies_refuse_what_does_not_fit(kernel: object) -> None:
         ((window, pieces.to(torch.int32), pages), {}, "pieces: torch.int32"),
         ((window, pieces[:, :2].contiguous(), pages), {}, "expected \\[n, 3\\]"),
         ((window, pieces, pages.expand(4)), {}, "strides"),
-        ((window, pieces, pages), {"sums": seeds}, "both or neither"),
-        ((window, pieces, pages), {"sums": seeds, "seeds": seeds.to(torch.int64)}, "seeds: torch.int64"),
-        ((window, pieces, pages), {"sums": seeds.repeat(2), "seeds": seeds}, "one for each"),
+        ((window, pieces, pages), {"sums": seeds[:, None]}, "both or neither"),
+        ((window, pieces, pages), {"sums": seeds[:, None], "seeds": seeds.to(torch.int64)}, "seeds: torch.int64"),
+        ((window, pieces, pages), {"sums": seeds.repeat(2)[:, None], "seeds": seeds}, "one for each"),
+        ((window, pieces, pages), {"sums": seeds[:, None][:, :0], "seeds": seeds}, "one for each"),
+        ((window, pieces, pages), {"sums": seeds, "seeds": seeds}, "with 2 dimensions"),
     ]
     for arguments, keywords, match in bad:
         with pytest.raises(ShapeError, match=match):

@@ -83,6 +83,30 @@ def test_bad_rows_are_refused(rows: npt.NDArray[np.int64], match: str) -> None:
         KVTable.from_bytes(rows, 2, "cpu")
 
 
+@pytest.mark.parametrize(("page_kib", "lanes"), [(4, 1), (32, 1), (64, 2), (128, 4), (512, 8), (4096, 8)])
+def test_sums_have_more_lanes_where_more_programs_add_to_each(page_kib: int, lanes: int) -> None:
+    size = page_kib << 10
+    parts = rows_of((1 << 40, size, 1, 0, size, 0), (1 << 41, size, 1, 0, size, size))
+    assert KVTable.from_bytes(parts, 1, "cpu").sum_lanes == lanes
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ((1 << 21, 96, 2, 48, 48, 192), (6, 2, 3, 3, 12, 24)),
+        ((1 << 21, 96, 2, 48, 48, 208), (6, 2, 3, 3, 13, 24)),
+        ((1 << 21, 112, 2, 48, 48, 192), None),
+        ((1 << 21, 96, 1, 48, 48, 192), None),
+        ((1 << 21, 96, 2, 48, 32, 192), None),
+    ],
+    ids=["alike", "a gap between parts", "page strides differ", "rows differ", "row sizes differ"],
+)
+def test_what_all_parts_share_is_known(second: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
+    table = KVTable.from_bytes(rows_of((1 << 20, 96, 2, 48, 48, 0), second), 2, "cpu")
+    assert table.uniform == expected
+    assert KVTable.from_bytes(np.concatenate([table.host_rows] * 2), 2, "cpu").uniform == expected
+
+
 def test_walk_covers_every_unit_within_its_limits() -> None:
     for rows, tuning in [
         (rows_of(PLAIN), Tuning(tile_units=64)),

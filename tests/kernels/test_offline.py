@@ -16,8 +16,8 @@ from flatcake.kernels import checksum, gather, scatter
 
 def accesses(kernel, unit, wide, summed):
     names = kernel.arg_names
-    rows = {"PAGE_ROWS": 1, "ROW_UNITS": 4096} if wide else {"PAGE_ROWS": 0, "ROW_UNITS": 0}
-    fixed = {"CHUNKS": 8, "COMPONENTS": 2, "PAGES": 4, "LOOP": not wide, "STEPS": 2, **rows}
+    rows = (4096, 1, 4096, 4096, 16384, 32768) if wide else None
+    fixed = {"CHUNKS": 8, "COMPONENTS": 2, "PAGES": 4, "UNIFORM": rows, "LANES": 4, "LOOP": not wide, "STEPS": 2}
     fixed |= {"TILE": 512, "UNIT": unit, "WIDE": wide} | {"WEYL": checksum.WEYL, "SPREAD": checksum.SPREAD}
     fixed |= {} if summed else {"sums_ptr": None, "seeds_ptr": None}
     types = {"window_ptr": "*i32" if unit == 4 else "*i64", "sums_ptr": "*i32", "seeds_ptr": "*i32"}
