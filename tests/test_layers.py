@@ -22,7 +22,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "trace"),
     ("units",),
     # The seam to files and devices, and values that depend on nothing.
-    ("fields", "given", "gva", "geometry", "io.seam", "io.driver", "kernels.walk", "kernels.launch", "sched.counters"),
+    ("fields", "given", "gva", "geometry", "io.seam", "io.driver", "kernels.walk", "sched.counters"),
+    ("kernels.launch",),
     # Pure rules, and kernels over plain tensors.
     ("keyrows",),
     ("config", "keys", "messages", "placement", "layout", "index", "wear"),

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from flatcake.io.device import NOW, Event
-from flatcake.io.engine import Buffer, Done, Result, Transfer, answer
+from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, moved_whole
 
 Copy = tuple[int, int, int]
 
@@ -24,7 +24,7 @@ class Batch:
         """After it, all is in the slot that has been copied there until now; whoever copies moves it on."""
         self._transfers, self._done = tuple(transfers), done
         self._lock = threading.Lock()
-        self._left = 0
+        self._left = self._size_bytes = 0
         self._parts: list[tuple[int, int]] = []
         """In order: the transfer of each part, and how many of its bytes lie before it."""
         self._results: list[Result] = []
@@ -33,20 +33,22 @@ class Batch:
     def chunks(self, size_bytes_max: int) -> list["Chunk"]:
         """Cut it; one that moves nothing is answered at once."""
         chunks: list[Chunk] = []
-        room_bytes = 0
+        parts, room_bytes = self._parts, 0
         for number, (file, offset, size_bytes, slot_offset) in enumerate(self._transfers):
             start = 0
             while start < size_bytes:
                 if not room_bytes:
-                    chunks.append(Chunk(self, len(self._parts)))
+                    chunk = Chunk(self, len(parts))
+                    chunks.append(chunk)
                     room_bytes = size_bytes_max
                 step = min(size_bytes - start, room_bytes)
-                self._parts.append((number, start))
-                chunks[-1].transfers.append(Transfer(file, offset + start, step, size_bytes_max - room_bytes))
-                chunks[-1].slot_offsets.append(slot_offset + start)
+                parts.append((number, start))
+                chunk.transfers.append(Transfer(file, offset + start, step, size_bytes_max - room_bytes))
+                chunk.slot_offsets.append(slot_offset + start)
                 start, room_bytes = start + step, room_bytes - step
+            self._size_bytes += size_bytes
         self._left = len(chunks)
-        self._results = [NOTHING] * len(self._parts)
+        self._results = [NOTHING] * len(parts)
         if not chunks:
             answer(self._done, [Result(0, 0) for _ in self._transfers])
         return chunks
@@ -62,6 +64,8 @@ class Batch:
 
     def _joined(self) -> list[Result]:
         """A result for each transfer: what has come of it without a hole, and the error that ended it."""
+        if moved_whole(self._results, self._size_bytes):
+            return [Result(transfer.size_bytes, 0) for transfer in self._transfers]
         moved, errors = [0] * len(self._transfers), [0] * len(self._transfers)
         for (number, start), (moved_bytes, error) in zip(self._parts, self._results, strict=True):
             if moved[number] == start and not errors[number]:  # Nothing is missing before it.
@@ -88,13 +92,18 @@ class Chunk:
         `results` of a read say how much there is to copy.
         """
         copies: list[Copy] = []
-        sizes = [part.size_bytes for part in self.transfers] if results is None else [r.moved_bytes for r in results]
-        for transfer, at, size_bytes in zip(self.transfers, self.slot_offsets, sizes, strict=True):
-            start = transfer.buffer_offset
-            if copies and (sum(copies[-1][::2]), sum(copies[-1][1:])) == (at, start):
+        slot_end = ring_end = -1
+        for number, at in enumerate(self.slot_offsets):
+            _, _, size_bytes, start = self.transfers[number]
+            if results is not None:
+                size_bytes = results[number].moved_bytes
+            if (at, start) == (slot_end, ring_end):
                 copies[-1] = (*copies[-1][:2], copies[-1][2] + size_bytes)
             elif size_bytes:
                 copies.append((at, start, size_bytes))
+            else:
+                continue
+            slot_end, ring_end = at + size_bytes, start + size_bytes
         return copies
 
     def failed(self) -> list[Result]:

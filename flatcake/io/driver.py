@@ -7,6 +7,7 @@ They need a thread in which the device is current.
 """
 
 import ctypes
+from typing import Any
 
 _EVENT_DISABLE_TIMING = 2
 
@@ -29,6 +30,7 @@ class Driver:
             "cuEventQuery": (pointer,),
             "cuStreamWaitEvent": (pointer, pointer, number),
             "cuMemcpyAsync": (pointer, pointer, size, pointer),
+            "cuLaunchKernel": (pointer, *[number] * 7, pointer, pointer, pointer),
             "cuGetErrorName": (ctypes.c_int, pointer),
         }
         for name, types in arguments.items():
@@ -58,6 +60,25 @@ class Driver:
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """Queue a copy between two addresses, on either side."""
         self._check(self._cuda.cuMemcpyAsync(target, source, size_bytes, stream))
+
+    def parameter_bytes(self, function: int) -> list[int]:
+        """Size of each parameter of a kernel; none where the driver cannot tell, before CUDA 12.4."""
+        try:
+            ask = self._cuda.cuFuncGetParamInfo
+        except AttributeError:
+            return []
+        ask.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+        sizes: list[int] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        while ask(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
+            sizes.append(size.value)
+        return sizes
+
+    def launch(self, function: int, blocks: int, threads: int, shared_bytes: int, stream: int, parameters: Any) -> None:
+        """Queue a kernel; `parameters` is an array of the addresses of its arguments, which are copied now."""
+        self._check(
+            self._cuda.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, parameters, None)
+        )
 
     def _check(self, code: int) -> None:
         """Raise what CuPy would raise, a RuntimeError with the driver's own name of the fault."""

@@ -13,11 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flatcake.io.device import When
 from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
+from flatcake.io.seam import ByteArray
 from flatcake.units import MiB
 
 log = logging.getLogger(__name__)
@@ -65,11 +65,13 @@ class KvikioEngine:
             raise
         self._lock = threading.Lock()
         self._closed = False
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Batch] = deque()
         """Oldest first."""
+        self._ready: list[_Batch] = []
+        """They are done, and nobody has been told."""
         self._answering = 0
         self._is_watched = False
-        self._news = _News(self._pending, self._lock)
+        self._asked = 0
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         """Start reading; see `Engine.read`."""
@@ -88,10 +90,8 @@ class KvikioEngine:
         until_ns = time.monotonic_ns() + wait_ns
         with self._lock:
             self._closed = True
-        self._answer_ready()  # Whoever watched may be gone by now.
-        while (is_busy := self._is_busy()) and time.monotonic_ns() < until_ns:
+        while (is_busy := self._settle()) and time.monotonic_ns() < until_ns:
             time.sleep(_LOOK_S)
-            self._answer_ready()
         if not is_busy:
             self._close_files()
         return not is_busy
@@ -100,62 +100,73 @@ class KvikioEngine:
         """Assert that files are open as long as something is in flight."""
         assert self._files or not self._is_busy()
 
+    def done(self) -> bool:
+        """Whether some batch is done, or none is left: the point that is watched.
+
+        They end roughly in order, so mostly the oldest alone is asked.
+        """
+        with self._lock:  # A future may not be asked once it has been waited for.
+            pending, ready = self._pending, self._ready
+            while pending and pending[0].is_done():
+                ready.append(pending.popleft())
+            self._asked += 1
+            if not ready and self._asked % _SWEEP == 0:
+                ready += [each for each in pending if each.is_done()]
+                for each in ready:
+                    pending.remove(each)
+            return bool(ready) or not pending
+
+    def _settle(self) -> bool:
+        """Answer what is done, since whoever watched may be gone by now; whether something is in flight still."""
+        if self.done():
+            self._answer()
+        return self._is_busy()
+
     def _is_busy(self) -> bool:
         with self._lock:
-            return bool(self._pending or self._answering)
+            return bool(self._pending or self._ready or self._answering)
 
-    def _submit(self, verb: str, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
-        check_batch(batch, buffer, self._count)
-        if not any(transfer.size_bytes for transfer in batch):
-            answer(done, [Result(0, 0) for _ in batch])
-            return
+    def _submit(self, verb: str, transfers: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
+        check_batch(transfers, buffer, self._count)
         with self._lock:  # A transfer that has begun is known to `close`.
             closed, is_watched = self._closed, self._is_watched
             if not closed:
-                self._pending.append(_Pending([self._start(verb, part, buffer) for part in batch], done))
+                self._pending.append(self._start(verb, transfers, buffer, done))
                 self._is_watched = True
         if closed:
-            refuse(batch, errno.ECANCELED, done)
+            refuse(transfers, errno.ECANCELED, done)
         elif not is_watched:
-            self._when(self._news, self._reap)
+            self._when(self, self._reap)
 
-    def _start(self, verb: str, transfer: Transfer, buffer: Buffer) -> "_Part":
-        file, offset_bytes, size_bytes, buffer_offset = transfer
-        assert buffer.host is not None, "a ring stands between kvikio and GPU memory"
-        view = buffer.host[buffer_offset : buffer_offset + size_bytes]
-        if size_bytes == 0:
-            return _Part(view, None, 0)
-        try:
-            future = getattr(self._files[file], verb)(view, size=size_bytes, file_offset=offset_bytes)
-        except Exception as error:  # kvikio raises RuntimeError, OSError, ValueError, OverflowError and more.
-            log.debug("%s of file %d at %d could not be started: %s", verb, file, offset_bytes, error)
-            future = None
-        return _Part(view, future, size_bytes)
+    def _start(self, verb: str, transfers: Sequence[Transfer], buffer: Buffer, done: Done) -> "_Batch":
+        host, parts = buffer.host, []
+        assert host is not None, "a ring stands between kvikio and GPU memory"
+        for file, offset_bytes, size_bytes, start in transfers:
+            view, future = host[start : start + size_bytes], None
+            if size_bytes:
+                try:
+                    future = getattr(self._files[file], verb)(view, size_bytes, offset_bytes)
+                except Exception as error:  # kvikio raises RuntimeError, OSError, ValueError, OverflowError and more.
+                    log.debug("%s of file %d at %d could not be started: %s", verb, file, offset_bytes, error)
+            parts.append((view, future, size_bytes))
+        return _Batch(parts, done)
 
     def _reap(self) -> None:
         """Answer the batches that are done, and watch for the next."""
-        self._answer_ready()
-        with self._lock:
-            more = self._is_watched = bool(self._pending)
-        if more:
-            self._when(self._news, self._reap)
+        if self._answer():
+            self._when(self, self._reap)
 
-    def _answer_ready(self) -> None:
-        ready, pending = [], self._pending
+    def _answer(self) -> bool:
+        """Answer the batches that are done; whether others are under way."""
         with self._lock:
-            while pending and pending[0].is_done():
-                ready.append(pending.popleft())
-            if not ready:  # One behind it is: a sweep has found it.
-                ready = [each for each in pending if each.is_done()]
-                for each in ready:
-                    pending.remove(each)
+            ready, self._ready = self._ready, []
             self._answering += len(ready)
-        for each in ready:
-            results, done = [_result(part) for part in each.parts], each.done
-            each.parts.clear()  # Lets go of the buffer before the caller has it back.
-            answer(done, results)
+        for batch in ready:
+            answer(batch.done, batch.results())
         with self._lock:
             self._answering -= len(ready)
+            self._is_watched = bool(self._pending or self._ready)
+            return self._is_watched
 
     def _close_files(self) -> None:
         files, self._files = self._files, []
@@ -166,67 +177,37 @@ class KvikioEngine:
                 log.warning("kvikio could not close a file: %s", error)
 
 
-@dataclass(slots=True)
-class _Part:
-    """One transfer under way; `view` keeps its memory alive, as kvikio's future does not."""
-
-    view: Any
-    future: Any
-    size_bytes: int
-
-
-@dataclass(eq=False, slots=True)
-class _Pending:
+class _Batch:
     """One submission under way."""
 
-    parts: list[_Part]
-    done: Done
+    def __init__(self, parts: list[tuple[ByteArray, Any, int]], done: Done) -> None:
+        self.done = done
+        self._parts = parts
+        """For each transfer its memory, which kvikio's future does not keep, its future, if it has begun, its bytes."""
 
     def is_done(self) -> bool:
-        for part in self.parts:  # noqa: SIM110 - a generator would cost as much as the question
-            if part.future is not None and not _is_done(part.future):
-                return False
+        """Whether `results` would return at once."""
+        for _, future, _ in self._parts:
+            try:
+                if future is not None and not future.done():
+                    return False
+            except Exception as error:  # `get` will say it again, and that counts.
+                log.debug("a future of kvikio cannot be asked: %s", error)
         return True
 
-
-class _News:
-    """Reached when some batch is done, or none is left.
-
-    They end roughly in order, so mostly the oldest alone is asked.
-    """
-
-    def __init__(self, pending: deque[_Pending], lock: threading.Lock) -> None:
-        self._pending, self._lock = pending, lock
-        self._asked = 0
-
-    def done(self) -> bool:
-        self._asked += 1
-        with self._lock:  # A future may not be asked once it has been waited for.
-            if self._asked % _SWEEP == 0:
-                return not self._pending or any(each.is_done() for each in self._pending)
-            return not self._pending or self._pending[0].is_done()
-
-
-def _is_done(future: Any) -> bool:
-    try:
-        return bool(future.done())
-    except Exception as error:  # `get` will say it again, and that counts.
-        log.debug("a future of kvikio cannot be asked: %s", error)
-        return True
-
-
-def _result(part: _Part) -> Result:
-    """Wait for a transfer.  Every future must be waited for, also after another has failed."""
-    if part.size_bytes == 0:
-        return Result(0, 0)
-    if part.future is None:
-        return Result(0, errno.EIO)
-    try:
-        moved_bytes = int(part.future.get())
-    except Exception as error:
-        log.debug("a transfer of %d bytes failed: %s", part.size_bytes, error)
-        return Result(0, errno.EIO)
-    return Result(min(moved_bytes, part.size_bytes), 0 if moved_bytes == part.size_bytes else errno.EIO)
+    def results(self) -> list[Result]:
+        """Wait for all transfers, also after one has failed, and let go of the buffer; call it once."""
+        found = []
+        for _, future, size_bytes in self._parts:
+            moved_bytes = 0
+            if future is not None:
+                try:
+                    moved_bytes = int(future.get())
+                except Exception as error:
+                    log.debug("a transfer of %d bytes failed: %s", size_bytes, error)
+            found.append(Result(min(moved_bytes, size_bytes), 0 if moved_bytes == size_bytes else errno.EIO))
+        self._parts.clear()
+        return found
 
 
 def _set_defaults(defaults: Any, needed: Mapping[str, object], wished: Mapping[str, object]) -> None:

@@ -92,7 +92,7 @@ class Pump:
             self.post(lambda: self.when(event, handler))
 
     def on_thread(self) -> bool:
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread.ident
 
     def fence(self, wait_ns: int) -> bool:
         """Wait until everything that was posted before has run, or never will; False when the time is up."""

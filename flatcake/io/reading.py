@@ -30,7 +30,7 @@ class Reading:
     ) -> None:
         self._parts, self._restore, self._report, self._slots_max = parts, restore, report, slots_max
         self._work, self._plan, self._tiles = work, work.plan, work.tiles
-        self._next_tile = 0
+        self._next_tile, self._tile_end = 0, work.tiles.tiles
         self._in_flight = 0
         """Tiles that are being read."""
         self._last: Point = NOW
@@ -114,7 +114,7 @@ class Reading:
     def end_if_idle(self) -> None:
         """End when every tile is through, or was given up and nothing is in flight."""
         dropped = bool(self._restore.dropped)
-        unstarted = not dropped and self._next_tile < self._tiles.tiles
+        unstarted = not dropped and self._next_tile < self._tile_end
         if self._is_ending or self._in_flight or unstarted or not self._judging.is_idle:
             return
         self._is_ending = True
@@ -156,9 +156,9 @@ class Reading:
 
     def _advance(self) -> None:
         """Read into the slots that are free, a few a turn: what comes back meanwhile is not kept waiting."""
-        last = self._next_tile + _TILES_A_TURN
-        while self._next_tile < self._tiles.tiles and not self._restore.dropped and self._in_flight < self._slots_max:
-            if self._next_tile == last:
+        turn = self._next_tile + _TILES_A_TURN
+        while self._next_tile < self._tile_end and not self._restore.dropped and self._in_flight < self._slots_max:
+            if self._next_tile == turn:
                 self._parts.pump.post(self._advance)
                 break
             slot = self._parts.window.take()

@@ -47,7 +47,8 @@ class Ring(Generic[Work]):
         """
         with self._lock:
             self._shelf.put(buffer, after, line=None)
-        self._run()
+        if self._queue:
+            self._run()
 
     def drop(self) -> list[Work]:
         """Take away what waits."""

@@ -10,6 +10,7 @@ Read path:  index -> catalog -> plan -> io.kvikio or io.posix -> [staged] -> win
 
 import errno
 import logging
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from flatcake.io.sizing import RingSize
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.001
+_ANY_FILE = sys.maxsize
+"""The inner engine knows which there are."""
 
 
 class StagedEngine:
@@ -117,10 +120,8 @@ class StagedEngine:
         return True
 
     def _submit(self, ring: Ring[Chunk], batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
-        check_batch(batch, buffer, 1 + max((transfer.file for transfer in batch), default=0))
-        with self._lock:
-            closed = self._closed
-        if closed:
+        check_batch(batch, buffer, _ANY_FILE)
+        if self._closed:
             refuse(batch, errno.ECANCELED, done)
             return
         ring.put(Batch(batch, buffer, done).chunks(self._buffer_bytes))
@@ -155,16 +156,12 @@ class StagedEngine:
         chunk.end(results)
         self._writes.give_back(buffer, after)
 
-    def _enter_thread(self) -> None:
-        """The inner engine's threads need not know of the device."""
-        if not hasattr(self._entered, "yes"):
-            self._device.enter_thread()
-            self._entered.yes = True
-
     def _copy(self, copies: Sequence[Copy], stream: Stream) -> tuple[bool, Event]:
         """Queue copies, each (target, source, bytes): whether the device took all, and the end of those it took."""
         try:
-            self._enter_thread()
+            if not hasattr(self._entered, "yes"):  # The inner engine's threads need not know of the device.
+                self._device.enter_thread()
+                self._entered.yes = True
             for target, source, size_bytes in copies:
                 self._device.copy(target, source, size_bytes, stream)
             return True, self._device.record(stream)

@@ -5,12 +5,13 @@ Read path:  plan -> [tilebatch] -> engines -> slot
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import starmap
 
 import numpy as np
 
 from flatcake.gva import Medium
 from flatcake.io.device import Event
-from flatcake.io.engine import Buffer, Result, Transfer
+from flatcake.io.engine import Buffer, Result, Transfer, moved_whole
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Pieces
 from flatcake.io.plan import TilePlan
@@ -30,7 +31,9 @@ class TileMover:
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
         """Start all transfers of a tile; `answer` comes on the pump's thread."""
-        shares = [share for share in self._shares if share.has(tile)]
+        shares = self._shares
+        if len(shares) > 1:
+            shares = [share for share in shares if share.has(tile)]
         if len(shares) == 1:
             shares[0].move(tile, slot, answer)
             return
@@ -55,7 +58,12 @@ class _Share:
         self._reads = (tiles.reads[:, 0] == medium).nonzero()[0]
         self._rows = tiles.reads[self._reads]  # medium and offset become file and offset
         self._rows[:, 0], self._rows[:, 1] = io.locate(self._rows[:, 1])
-        self._bounds: list[int] = self._reads.searchsorted(tiles.tile_reads).tolist()
+        bounds = self._reads.searchsorted(tiles.tile_reads)
+        self._bounds: list[int] = bounds.tolist()
+        ends = np.zeros(len(self._rows) + 1, np.int64)
+        np.cumsum(self._rows[:, 2], out=ends[1:])
+        self._sizes: list[int] = np.diff(ends[bounds]).tolist()
+        """Bytes of each tile."""
         self._start = io.engine.write if write else io.engine.read
         self._post, self._counts = parts.pump.post, parts.counts
         self._medium, self._written = medium, parts.written_bytes if write else None
@@ -70,11 +78,10 @@ class _Share:
         return numbers
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
-        batch = [Transfer(*row) for row in self._rows[self._bounds[tile] : self._bounds[tile + 1]].tolist()]
-        size_bytes = sum([transfer.size_bytes for transfer in batch])
-        self._counts[self._bytes] += size_bytes
+        batch = list(starmap(Transfer, self._rows[self._bounds[tile] : self._bounds[tile + 1]].tolist()))
+        self._counts[self._bytes] += self._sizes[tile]
         if self._written is not None:
-            self._written[self._medium] += size_bytes
+            self._written[self._medium] += self._sizes[tile]
         self._counts[self._commands] += len(batch)
         self._start(batch, slot, lambda found, ready: self._post(partial(answer, found, (ready,))))
 
@@ -82,8 +89,7 @@ class _Share:
 def bad_pieces(lanes: LaneTable, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:
     """Pieces of a tile whose bytes did not all arrive, as rows of `pieces`; empty when all is well."""
     first = int(tiles.tile_reads[tile])
-    sizes = tiles.reads[first : first + len(results), 2].tolist()
-    if all(not r.error and r.moved_bytes == size for r, size in zip(results, sizes, strict=True)):
+    if moved_whole(results, sum(tiles.reads[first : first + len(results), 2].tolist())):
         return []
     begin, end = int(pieces.tile_pieces[tile]), int(pieces.tile_pieces[tile + 1])
     segments = slice(int(tiles.tile_segments[tile]), int(tiles.tile_segments[tile + 1]))
