@@ -1,10 +1,12 @@
 """The cases of `bench_gpu`: each returns named figures."""
 
+import itertools
 import statistics
 import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,12 +30,20 @@ from flatcake.units import DIRECT_BYTES, GiB, MiB, align_up
 
 
 def spin_case(root: str, rounds: int) -> dict[str, float]:
-    """What a thread that only counts loses while 32 K tokens are restored, and what the restore loses to it."""
+    """What a thread that only counts loses while 32 K tokens are restored, and what the restore loses to it.
+
+    It is held against the mean of its rates before and after each restore, whose differences are the noise.
+    """
     tokens, counted, stop = 32_768, [0], threading.Event()
 
     def spin() -> None:
         while not stop.is_set():
             counted[0] += 1
+
+    def rate(work: Callable[[], object]) -> float:
+        before, started = counted[0], time.perf_counter()
+        work()
+        return (counted[0] - before) / (time.perf_counter() - started)
 
     with opened(root, GQA, tokens) as (store, _):
         pages = torch.randperm(tokens // GQA.page_tokens).numpy()
@@ -45,14 +55,12 @@ def spin_case(root: str, rounds: int) -> dict[str, float]:
         alone_s = statistics.median(took["restore"][1:])
         thread = threading.Thread(target=spin)
         thread.start()
-        losses, spun = [], defaultdict[str, list[float]](list)
-        for _ in range(rounds):
-            before, started = counted[0], time.perf_counter()
-            time.sleep(0.2)
-            free_rate = (counted[0] - before) / (time.perf_counter() - started)
-            before, started = counted[0], time.perf_counter()
-            restore_once(store, match, len(pages), spun)
-            losses.append(1 - (counted[0] - before) / (time.perf_counter() - started) / free_rate)
+        spun = defaultdict[str, list[float]](list)
+        free, busy = [rate(lambda: time.sleep(0.3))], []
+        for _ in range(2 * rounds + 1):
+            busy.append(rate(lambda: restore_once(store, match, len(pages), spun)))
+            free.append(rate(lambda: time.sleep(0.3)))
+        around = list(itertools.pairwise(free))
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(usual_s / 10)
         eager = defaultdict[str, list[float]](list)
@@ -62,7 +70,10 @@ def spin_case(root: str, rounds: int) -> dict[str, float]:
         stop.set()
         thread.join()
     return {
-        "spinner_loses": statistics.median(losses),
+        "spinner_loses": statistics.median(
+            1 - rate / statistics.mean(pair) for rate, pair in zip(busy, around, strict=True)
+        ),
+        "noise": statistics.median(abs(1 - after / before) for before, after in around),
         "restore_alone_ms": alone_s * 1e3,
         "restore_beside_spinner_ms": statistics.median(spun["restore"]) * 1e3,
         "restore_beside_spinner_switching_faster_ms": statistics.median(eager["restore"]) * 1e3,
