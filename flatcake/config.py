@@ -118,7 +118,7 @@ class IOConfig:
     saves_max: int = 64
     """Saves under way at once; more are refused."""
     io_threads: int = 0
-    """Threads of the posix engine; 0 takes three of four processors, at least 4 and at most 12."""
+    """Threads of the posix engine; 0 takes three of four processors, at least 8 and at most 12."""
     task_bytes: int = 4 * MiB
     """Bytes that one posix thread takes at a time."""
     kvikio_threads: int = 0
