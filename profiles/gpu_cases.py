@@ -32,18 +32,22 @@ from flatcake.units import DIRECT_BYTES, GiB, MiB, align_up
 def spin_case(root: str, rounds: int) -> dict[str, float]:
     """What a thread that only counts loses while 32 K tokens are restored, and what the restore loses to it.
 
-    It is held against the mean of its rates before and after each restore, whose differences are the noise.
+    Its progress is its processor time in a second, since it waits for nothing but the interpreter; what it counts in a
+    second also depends on how fast the processor is at the moment, which differs by a third.  Each restore is held
+    against the mean of the times before and after it, whose differences are the noise.
     """
-    tokens, counted, stop = 32_768, [0], threading.Event()
+    tokens, stop = 32_768, threading.Event()
 
     def spin() -> None:
+        counted = 0
         while not stop.is_set():
-            counted[0] += 1
+            counted += 1
 
-    def rate(work: Callable[[], object]) -> float:
-        before, started = counted[0], time.perf_counter()
+    def progress(work: Callable[[], object]) -> float:
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        used_s, started = time.clock_gettime(clock), time.perf_counter()
         work()
-        return (counted[0] - before) / (time.perf_counter() - started)
+        return (time.clock_gettime(clock) - used_s) / (time.perf_counter() - started)
 
     with opened(root, GQA, tokens) as (store, _):
         pages = torch.randperm(tokens // GQA.page_tokens).numpy()
@@ -56,11 +60,10 @@ def spin_case(root: str, rounds: int) -> dict[str, float]:
         thread = threading.Thread(target=spin)
         thread.start()
         spun = defaultdict[str, list[float]](list)
-        free, busy = [rate(lambda: time.sleep(0.3))], []
+        free, busy = [progress(lambda: time.sleep(0.3))], []
         for _ in range(2 * rounds + 1):
-            busy.append(rate(lambda: restore_once(store, match, len(pages), spun)))
-            free.append(rate(lambda: time.sleep(0.3)))
-        around = list(itertools.pairwise(free))
+            busy.append(progress(lambda: restore_once(store, match, len(pages), spun)))
+            free.append(progress(lambda: time.sleep(0.3)))
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(usual_s / 10)
         eager = defaultdict[str, list[float]](list)
@@ -69,10 +72,9 @@ def spin_case(root: str, rounds: int) -> dict[str, float]:
         sys.setswitchinterval(usual_s)
         stop.set()
         thread.join()
+    around = list(itertools.pairwise(free))
     return {
-        "spinner_loses": statistics.median(
-            1 - rate / statistics.mean(pair) for rate, pair in zip(busy, around, strict=True)
-        ),
+        "spinner_loses": statistics.median(1 - 2 * used / sum(pair) for used, pair in zip(busy, around, strict=True)),
         "noise": statistics.median(abs(1 - after / before) for before, after in around),
         "restore_alone_ms": alone_s * 1e3,
         "restore_beside_spinner_ms": statistics.median(spun["restore"]) * 1e3,
