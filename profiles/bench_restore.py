@@ -3,8 +3,9 @@
     python profiles/bench_restore.py [--json] [--smoke] [--directory DIR] [--pages 256 16] [--rounds 3] [--record]
 
 The store: 6 sessions of 4 turns of 512 tokens, saved turn by turn in turn; 32 layers, 8 KV heads x 128, bf16; blocks
-of 256 tokens; page tables shuffled.  Before each restore the floor reads as many bytes, in order, with O_DIRECT into
-huge pages, from a file of its own as large as the store.  The figure is the median of floor time over restore time.
+of 256 tokens; page tables shuffled.  Before and after each restore the floor reads as many bytes, in order, with
+O_DIRECT into huge pages, from a file of its own as large as the store.  The figure is the median of floor time, the
+mean of the two, over restore time.
 
 `fresh` is that store, or one of longer sessions with `--fresh-tokens`; `aged` is a small pool after writing three times
 its capacity, sessions interleaved block by block; `turns` is one session of 32 turns of one block, in lanes and in the
@@ -163,11 +164,11 @@ def restore(
 
 
 def measure(store: flatcake.Store, paged: Paged, floor: Floor, shape: Shape, rounds: int) -> dict[str, float]:
-    """Restore every stored session, each after a floor read of as many bytes."""
+    """Restore every stored session, each between two floor reads of as many bytes."""
     rng = np.random.default_rng(7)
     ratios, reads, cpu, moved, gbs = [], [], 0.0, 0, []
     read_before, block_bytes = io_bytes()[0], store.geometry.block_bytes
-    floor_bytes = 0
+    floors = [floor.seconds()]
     for _ in range(rounds):
         for session in rng.permutation(shape.sessions):
             tokens = store.match(tokens_of(session, shape.session_tokens)).tokens
@@ -175,16 +176,15 @@ def measure(store: flatcake.Store, paged: Paged, floor: Floor, shape: Shape, rou
                 continue
             pages = rng.permutation(paged.pages)[: tokens // shape.page_tokens]
             size_bytes = tokens // shape.block_tokens * block_bytes
-            floor_s = floor.seconds() * size_bytes / floor.size_bytes
-            floor_bytes += floor.size_bytes
             used = cpu_s()
             took_s, result = restore(store, session, tokens, pages)
             cpu += cpu_s() - used
             moved += size_bytes
-            ratios.append(floor_s / took_s)
+            floors.append(floor.seconds())
+            ratios.append(statistics.mean(floors[-2:]) * size_bytes / floor.size_bytes / took_s)
             gbs.append(size_bytes / took_s / 1e9)
             reads.append(result.reads / shape.layers)
-    read_bytes = io_bytes()[0] - read_before - floor_bytes
+    read_bytes = io_bytes()[0] - read_before - len(floors) * floor.size_bytes
     return {
         "ratio_to_floor": statistics.median(ratios),
         "ratio_low": float(np.quantile(ratios, 0.25)),
