@@ -114,7 +114,7 @@ def open_dataplane(
     with ExitStack() as undo:
         pump = Pump(device, clock)
         undo.callback(pump.close, config.timeouts.close_ns)
-        opened = open_media(config, geometry, around_of(config, device, files, pump), undo)
+        opened = open_media(config, geometry, around_of(config, device, files, pump, size.slot_bytes), undo)
         parts = Parts(
             rank=config.rank,
             epoch=epoch,

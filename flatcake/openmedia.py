@@ -14,7 +14,7 @@ from flatcake.io.posix import PosixEngine
 from flatcake.io.probe import Around, choose_engine
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
-from flatcake.io.sizing import GPU_RING
+from flatcake.io.sizing import size_ring
 from flatcake.keys import FORMAT_VERSION
 
 RECORD_THREADS = 2
@@ -38,8 +38,8 @@ def pool_sizes(config: StoreConfig) -> tuple[int, int]:
     return (size_bytes // file_bytes * file_bytes, file_bytes) if size_bytes else (0, 0)
 
 
-def around_of(config: StoreConfig, device: Device, files: Files, pump: Pump) -> Around:
-    """What engines are opened with, but for the pool."""
+def around_of(config: StoreConfig, device: Device, files: Files, pump: Pump, slot_bytes: int) -> Around:
+    """What engines are opened with, but for the pool; `slot_bytes` of the window."""
     return Around(
         files=files,
         device=device,
@@ -47,7 +47,7 @@ def around_of(config: StoreConfig, device: Device, files: Files, pump: Pump) -> 
         file_count=pool_sizes(config)[0] // config.capacity.pool_file_bytes,
         file_bytes=config.capacity.pool_file_bytes,
         pool=None,
-        ring=GPU_RING,
+        ring=size_ring(slot_bytes),
     )
 
 

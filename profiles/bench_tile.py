@@ -26,7 +26,7 @@ from flatcake.io.device import NOW, CpuDevice, Event, Stream
 from flatcake.io.engine import Buffer, Engine
 from flatcake.io.kvikio import KvikioEngine
 from flatcake.io.seam import HUGE_PAGE_BYTES, Files, HostMemory
-from flatcake.io.sizing import GPU_RING, GPU_SLOT_BYTES
+from flatcake.io.sizing import GPU_SLOT_BYTES, size_ring
 from flatcake.io.staged import StagedEngine
 from flatcake.units import MiB
 
@@ -130,7 +130,7 @@ def engine_of(store: flatcake.Store, medium: Medium, device: Nothing, files: Fil
         return ArenaEngine(parts.arena, device, parts.pump.watch)
     paths = [str(number) for number in range(1 << 10)]
     inner = KvikioEngine(Kvikio, paths, parts.pump.watch, threads=1, task_bytes=MiB, direct=True)
-    return StagedEngine(inner, device, files, GPU_RING, parts.pump.watch)
+    return StagedEngine(inner, device, files, size_ring(GPU_SLOT_BYTES), parts.pump.watch)
 
 
 def measure(model: Model, tokens: int, rounds: int, *, dram: bool) -> dict[str, float]:

@@ -48,7 +48,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("catalog", "io.paged", "io.engine", "io.pieces"),
     ("stats", "hits"),
     ("io.memory", "io.posix", "io.kvikio", "io.pooldir", "io.arena", "io.shelf", "io.records"),
-    ("io.chunks", "io.ring", "io.window", "io.sizing"),
+    ("io.ring", "io.window", "io.sizing"),
     ("io.salvage", "io.scribe", "io.dramdump"),
     ("io.filepool", "io.staged", "io.verdict", "io.manifestfile", "io.manifestrows"),
     ("io.pump", "io.tilecopy", "io.probe", "io.manifestdb"),

@@ -25,7 +25,7 @@ from flatcake.io.posix import PosixEngine
 from flatcake.io.seam import ByteArray, Files
 from flatcake.io.sizing import RingSize
 from flatcake.io.staged import StagedEngine
-from flatcake.units import DIRECT_BYTES, SECOND, MiB
+from flatcake.units import DIRECT_BYTES, SECOND, MiB, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def choose_engine(settings: IOConfig, around: Around) -> tuple[Engine, str]:
         return _posix(settings, around, around.pool), "posix: there is no GPU"
     found = _try_kvikio(settings, around, around.pool)
     if not isinstance(found, str):
-        return found, f"{found.name}: wrote, read back and compared {PROBE_BYTES // MiB} MiB"
+        compared = format_bytes(_probe_bytes(around, around.pool))
+        return found, f"{found.name}: wrote, read back and compared {compared}"
     if asked == "kvikio":
         raise DeviceError(f"io.engine kvikio cannot be used: {found}; use auto or posix")
     log.warning("kvikio is not used, reads are staged in host memory: %s", found)
@@ -138,7 +139,7 @@ def _try_kvikio(settings: IOConfig, around: Around, pool: FilePool) -> Engine | 
 
 def _compare(engine: Engine, around: Around, pool: FilePool) -> str | None:
     """Move a pattern through the engine and compare; the reason when it does not come back."""
-    size_bytes = min(PROBE_BYTES, pool.file_bytes)
+    size_bytes = _probe_bytes(around, pool)
     pattern = np.random.default_rng(_PATTERN_SEED).integers(0, 256, size_bytes, dtype=np.uint8)
     before = _whole(around.files, pool.fds[0], size_bytes)
     source, target = (Buffer.of(around.device.window(size_bytes)) for _ in range(2))
@@ -162,6 +163,10 @@ def _compare(engine: Engine, around: Around, pool: FilePool) -> str | None:
     finally:
         if pool.kept:
             _put_back(around.files, pool.fds[0], before)
+
+
+def _probe_bytes(around: Around, pool: FilePool) -> int:
+    return min(PROBE_BYTES, pool.file_bytes, around.ring.buffer_bytes)
 
 
 def _run(call: Callable[[Sequence[Transfer], Buffer, Done], None], buffer: Buffer, size_bytes: int) -> str | None:

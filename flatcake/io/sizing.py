@@ -2,7 +2,7 @@
 
 Pure.  A slot holds at least one piece.  On a GPU slots are 24 MiB: at PCIe's rate that is half a millisecond,
 more than Python needs for a tile.  On the host they are 8 MiB, and 12 of them: reads end in bursts, and while
-some slots are scattered the others keep the disk busy.  In front of a GPU, host memory is a ring of fixed size.
+some slots are scattered the others keep the disk busy.  In front of a GPU, host memory is a ring of such slots.
 """
 
 from dataclasses import dataclass
@@ -31,19 +31,26 @@ class RingSize:
     """How much host memory a staged engine may hold: a ring for each direction, of `buffer_bytes` each entry."""
 
     buffer_bytes: int
-    """Largest chunk; a multiple of 4 KiB."""
+    """Largest batch; a multiple of 4 KiB."""
     reads: int
-    """Chunks that are read at once; more wait."""
+    """Batches that are read at once; more wait."""
     writes: int
-    """Chunks that are written at once; more wait."""
+    """Batches that are written at once; more wait."""
 
     @property
     def size_bytes(self) -> int:
         return (self.reads + self.writes) * self.buffer_bytes
 
 
-GPU_RING = RingSize(buffer_bytes=12 * MiB, reads=6, writes=3)
-"""108 MiB, of which reads use 72: the ring stays in the last-level cache of a server's processor."""
+RING_BYTES = 96 * MiB
+"""Of reads: what stays in the last-level cache of a server's processor."""
+RING_READS_MAX = 32
+
+
+def size_ring(slot_bytes: int) -> RingSize:
+    """Cut the ring: four buffers for reads and two for writes, where slots are 24 MiB."""
+    reads = min(RING_READS_MAX, max(2, RING_BYTES // slot_bytes))
+    return RingSize(slot_bytes, reads=reads, writes=-(-reads // 2))
 
 
 def size_window(settings: IOConfig, lanes: LaneTable, *, is_host: bool) -> WindowSize:

@@ -1,9 +1,9 @@
 """Lets an engine that moves host memory serve the window of a GPU, through a small ring of pinned buffers.
 
-A batch is cut into chunks, each as large as a ring buffer at most.  A read fills buffers and copies them to the slot,
-chunk after chunk, on a stream of the engine's own, so that copies never wait for scatters; a write takes the way
-back.  The ring is small on purpose: while it stays in the processor's cache, a byte is written to memory never and a
-copy to the GPU runs at the bus's rate.  A chunk that finds no buffer waits in a queue, and no caller is ever held up.
+A buffer is as large as a slot, and a batch lies in it as it does in the slot.  A read fills a buffer, and copies it to
+the slot on a stream of the engine's own, so that copies never wait for scatters; a write takes the way back.  The ring
+is small on purpose: while it stays in the processor's cache, a byte is written to memory never and a copy to the GPU
+runs at the bus's rate.  A batch that finds no buffer waits in a queue, and no caller is ever held up.
 Never touches a file.
 Read path:  index -> catalog -> plan -> io.kvikio or io.posix -> [staged] -> window -> kernels.scatter
 """
@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from flatcake.errors import CapacityError
-from flatcake.io.chunks import Batch, Chunk, Copy
-from flatcake.io.device import Device, Event, Stream, When, end_of
-from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, check_batch, refuse
+from flatcake.io.device import NOW, Device, Event, Stream, When, end_of
+from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, answer, check_batch, refuse
 from flatcake.io.ring import Ring
 from flatcake.io.seam import Files
 from flatcake.io.sizing import RingSize
@@ -32,6 +32,22 @@ _LOOK_S = 0.001
 _ANY_FILE = sys.maxsize
 """The inner engine knows which there are."""
 
+Span = tuple[int, int]
+
+
+class Staged(NamedTuple):
+    """One submission."""
+
+    transfers: Sequence[Transfer]
+    slot: Buffer
+    done: Done
+
+    def end(self, results: list[Result], ready: Event = NOW) -> None:
+        answer(self.done, results, ready)
+
+    def refuse(self, error: int) -> None:
+        refuse(self.transfers, error, self.done)
+
 
 class StagedEngine:
     """Serves device buffers with an engine for host buffers.  Safe to call from several threads."""
@@ -41,9 +57,9 @@ class StagedEngine:
 
         Args:
             inner: The engine that moves host memory; closed with this one.
-            device: Whose memory the buffers are.
+            device: Whose memory the slots are.
             files: The seam to the system.
-            size: Of the rings.
+            size: Of the rings, whose buffers are as large as the largest slot.
             when: How to hear that an event has been reached; called from any thread.
 
         Raises:
@@ -62,10 +78,10 @@ class StagedEngine:
         memory = torch.from_numpy(self._memory.array)
         starts = range(0, size.size_bytes, size.buffer_bytes)
         buffers = [Buffer.of(memory[start : start + size.buffer_bytes]) for start in starts]
-        self._reads: Ring[Chunk] = Ring(buffers[: size.reads], self._read, when)
-        self._writes: Ring[Chunk] = Ring(buffers[size.reads :], self._write, when)
+        self._reads: Ring[Staged] = Ring(buffers[: size.reads], self._read, when)
+        self._writes: Ring[Staged] = Ring(buffers[size.reads :], self._write, when)
         self._entered = threading.local()
-        self._lock, self._copying = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._closed = False
 
     def read(self, batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
@@ -93,8 +109,8 @@ class StagedEngine:
         while not all(ring.is_idle() for ring in rings) and time.monotonic_ns() < until_ns:
             time.sleep(_LOOK_S)
         for ring in rings:
-            for chunk in ring.drop():
-                chunk.end([Result(0, errno.ECANCELED)] * len(chunk.transfers))
+            for batch in ring.drop():
+                batch.refuse(errno.ECANCELED)
         is_idle = self._inner.close(max(0, until_ns - time.monotonic_ns()))
         is_idle = all(ring.is_idle() for ring in rings) and is_idle
         with self._lock:
@@ -107,7 +123,7 @@ class StagedEngine:
         return is_idle
 
     def check(self) -> None:
-        """Assert that no chunk waits while a buffer is free."""
+        """Assert that no batch waits while a buffer is free."""
         self._reads.check()
         self._writes.check()
 
@@ -119,52 +135,65 @@ class StagedEngine:
             return False
         return True
 
-    def _submit(self, ring: Ring[Chunk], batch: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
-        check_batch(batch, buffer, _ANY_FILE)
+    def _submit(self, ring: Ring[Staged], transfers: Sequence[Transfer], slot: Buffer, done: Done) -> None:
+        check_batch(transfers, slot, _ANY_FILE)
+        assert slot.size_bytes <= self._buffer_bytes, (slot.size_bytes, self._buffer_bytes)
+        batch = Staged(transfers, slot, done)
         if self._closed:
-            refuse(batch, errno.ECANCELED, done)
-            return
-        ring.put(Batch(batch, buffer, done).chunks(self._buffer_bytes))
+            batch.refuse(errno.ECANCELED)
+        else:
+            ring.put((batch,))
 
-    def _read(self, chunk: Chunk, buffer: Buffer) -> None:
-        self._inner.read(chunk.transfers, buffer, partial(self._on_read, chunk, buffer))
+    def _read(self, batch: Staged, buffer: Buffer) -> None:
+        self._inner.read(batch.transfers, buffer, partial(self._on_read, batch, buffer))
 
-    def _on_read(self, chunk: Chunk, buffer: Buffer, results: list[Result], _: Event) -> None:
-        slot, ring = chunk.batch.slot.address, buffer.address
-        copies = [(slot + at, ring + start, size) for at, start, size in chunk.copies(results)]
-        with self._copying:  # The last event of a batch comes after all of its copies.
-            is_queued, event = self._copy(copies, self._upwards)
-            chunk.batch.ready = event
-        chunk.end(results if is_queued else chunk.failed())
+    def _on_read(self, batch: Staged, buffer: Buffer, results: list[Result], _: Event) -> None:
+        moved = spans(batch.transfers, results)
+        is_queued, event = self._copy(batch.slot.address, buffer.address, moved, self._upwards)
+        if is_queued:
+            batch.end(results, event)
+        else:
+            batch.refuse(errno.EIO)
         self._reads.give_back(buffer, event)
 
-    def _write(self, chunk: Chunk, buffer: Buffer) -> None:
-        slot, ring = chunk.batch.slot.address, buffer.address
-        copies = [(ring + start, slot + at, size) for at, start, size in chunk.copies()]
-        is_queued, event = self._copy(copies, self._downwards)
+    def _write(self, batch: Staged, buffer: Buffer) -> None:
+        is_queued, event = self._copy(buffer.address, batch.slot.address, spans(batch.transfers), self._downwards)
         if not is_queued:
-            self._on_written(chunk, buffer, chunk.failed(), event)
+            batch.refuse(errno.EIO)
+            self._writes.give_back(buffer, event)
         elif event.done():
-            self._put(chunk, buffer)
+            self._put(batch, buffer)
         else:
-            self._when(event, partial(self._put, chunk, buffer))
+            self._when(event, partial(self._put, batch, buffer))
 
-    def _put(self, chunk: Chunk, buffer: Buffer) -> None:
-        self._inner.write(chunk.transfers, buffer, partial(self._on_written, chunk, buffer))
+    def _put(self, batch: Staged, buffer: Buffer) -> None:
+        self._inner.write(batch.transfers, buffer, partial(self._on_written, batch, buffer))
 
-    def _on_written(self, chunk: Chunk, buffer: Buffer, results: list[Result], after: Event) -> None:
-        chunk.end(results)
-        self._writes.give_back(buffer, after)
+    def _on_written(self, batch: Staged, buffer: Buffer, results: list[Result], _: Event) -> None:
+        batch.end(results)
+        self._writes.give_back(buffer)
 
-    def _copy(self, copies: Sequence[Copy], stream: Stream) -> tuple[bool, Event]:
-        """Queue copies, each (target, source, bytes): whether the device took all, and the end of those it took."""
+    def _copy(self, target: int, source: int, moved: Sequence[Span], stream: Stream) -> tuple[bool, Event]:
+        """Queue copies of spans from one address to another: whether the device took all, and the end of those."""
         try:
             if not hasattr(self._entered, "yes"):  # The inner engine's threads need not know of the device.
                 self._device.enter_thread()
                 self._entered.yes = True
-            for target, source, size_bytes in copies:
-                self._device.copy(target, source, size_bytes, stream)
+            for start, end in moved:
+                self._device.copy(target + start, source + start, end - start, stream)
             return True, self._device.record(stream)
         except RuntimeError as error:
             log.error("copies between a slot and the ring failed: %s", error)
             return False, end_of(self._device, stream)
+
+
+def spans(transfers: Sequence[Transfer], results: Sequence[Result] | None = None) -> list[Span]:
+    """Start and end in the buffer of what is to be copied, `results` of a read say how much; neighbours are one."""
+    found: list[Span] = []
+    for number, (_, _, size_bytes, start) in enumerate(transfers):
+        end = start + (size_bytes if results is None else results[number].moved_bytes)
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], end
+        elif start < end:
+            found.append((start, end))
+    return found

@@ -174,7 +174,7 @@ def put_ring(store: Store) -> tuple[FakeKvikio, StagedEngine]:
     device = parts.device = Ringed()
     parts.streams.clear()
     inner = KvikioEngine(kvikio, parts.pool.paths, parts.pump.watch, threads=4, task_bytes=PAGE, direct=True)
-    ring = StagedEngine(inner, device, Files(), RingSize(2 * PAGE, reads=2, writes=1), parts.pump.watch)
+    ring = StagedEngine(inner, device, Files(), RingSize(parts.window.slot_bytes, reads=2, writes=1), parts.pump.watch)
     parts.media[Medium.SSD] = parts.media[Medium.SSD]._replace(engine=ring)
     return kvikio, ring
 

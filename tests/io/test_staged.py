@@ -4,7 +4,6 @@ import errno
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from flatcake.io.posix import PosixEngine
 from flatcake.io.pump import Pump
 from flatcake.io.seam import Files
 from flatcake.io.sizing import RingSize
-from flatcake.io.staged import StagedEngine
+from flatcake.io.staged import StagedEngine, spans
 from tests.fakes import FakeCuda, FakeKvikio, FaultyFiles, gpu_buffer, when
 from tests.io.contract import CHECKS, CLOSE_NS, PAGE, Answer, Bench, fill, read, whole, write
 
@@ -34,7 +33,7 @@ def test_staged_posix_keeps_contract(check, buffers: int, tmp_path: Path) -> Non
     for fd in fds:
         files.allocate(fd, FILE_BYTES)
     inner = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE)
-    engine = StagedEngine(inner, device, files, RingSize(7 * PAGE, buffers, buffers), when)
+    engine = StagedEngine(inner, device, files, RingSize(FILE_BYTES, buffers, buffers), when)
     assert engine.name == "posix-staged" and engine.pinned
     check(Bench(engine=engine, file_count=3, file_bytes=FILE_BYTES, buffer=gpu_buffer))
     engine.check()
@@ -113,36 +112,33 @@ def test_a_ring_buffer_is_not_reused_before_its_copies_are_made() -> None:
     assert int(first.tensor[0]) == 6 and int(second.tensor[0]) == 7
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_batch_larger_than_the_ring_goes_through_it_in_chunks(verb: str) -> None:
-    at = Setup(manual=False, buffers=2)
-    batch = [Transfer(0, PAGE, 30 * PAGE, PAGE), Transfer(1, 0, 3 * PAGE, 31 * PAGE), Transfer(1, 5 * PAGE, PAGE, 0)]
-    buffer, rng = gpu_buffer(64 * PAGE), np.random.default_rng(3)
-    for file in at.inner.files:
-        file[:] = rng.integers(0, 256, len(file))
-    sent = fill(buffer, seed=2)
-    if verb == "read":
-        assert read(at.bench, batch, buffer) == whole(batch)
-    else:
-        assert write(at.bench, batch, buffer) == whole(batch)
-        assert torch.equal(buffer.tensor, sent)
-    for file, offset, size_bytes, start in batch:
-        there = torch.from_numpy(at.inner.files[file][offset : offset + size_bytes])
-        assert torch.equal(buffer.tensor[start : start + size_bytes], there)
-    assert all(sum(part.size_bytes for part in call.batch) <= 8 * PAGE for call in at.inner.calls)
-    at.engine.check()
-    assert at.engine.close(CLOSE_NS)
+@pytest.mark.parametrize(
+    ("transfers", "expected"),
+    [
+        ([], []),
+        ([(0, 3), (3, 4), (7, 0), (9, 2)], [(0, 7), (9, 11)]),
+        ([(5, 1), (0, 2), (2, 2)], [(5, 6), (0, 4)]),
+        ([(0, 0), (4, 0)], []),
+    ],
+    ids=str,
+)
+def test_neighbours_are_copied_at_once(transfers: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    batch = [Transfer(0, 0, size, start) for start, size in transfers]
+    assert spans(batch) == expected == spans(batch, [Result(size, 0) for _, size in transfers])
 
 
-def test_a_fault_in_one_chunk_ends_its_transfer_there() -> None:
-    at = Setup(manual=False)
-    batch = [Transfer(0, 0, 30 * PAGE, 0), Transfer(1, 0, PAGE, 30 * PAGE)]
-    at.inner.files[0][:], at.inner.files[1][:] = 5, 6
-    buffer = gpu_buffer(64 * PAGE)
-    at.inner.inject(Fault(kind="short", verb="read", moved_bytes=PAGE, error=errno.EIO))
-    assert read(at.bench, batch, buffer) == [Result(PAGE, errno.EIO), Result(PAGE, 0)]
-    assert buffer.tensor[:PAGE].eq(5).all() and buffer.tensor[30 * PAGE : 31 * PAGE].eq(6).all()
-    assert not buffer.tensor[PAGE : 8 * PAGE].any()
+def test_what_came_of_a_read_is_copied_and_no_more() -> None:
+    batch = [Transfer(0, 0, 3, 0), Transfer(0, 9, 4, 3), Transfer(1, 0, 2, 7)]
+    assert spans(batch, [Result(1, 5), Result(4, 0), Result(2, 0)]) == [(0, 1), (3, 9)]
+    assert spans(batch, [Result(3, 0), Result(1, 5), Result(0, 5)]) == [(0, 4)]
+    assert spans(batch, [Result(0, 5)] * 3) == []
+
+
+def test_a_slot_that_is_larger_than_the_buffers_is_refused_at_once() -> None:
+    at = Setup()
+    with pytest.raises(AssertionError):
+        at.engine.read(BATCH, gpu_buffer(9 * PAGE), Answer())
+    assert not at.inner.calls and at.engine.close(0)
 
 
 def test_errors_and_good_bytes_come_through() -> None:
@@ -244,7 +240,7 @@ def test_staged_posix_keeps_contract_on_a_gpu(check, tmp_path: Path) -> None:
         files.allocate(fd, FILE_BYTES)
     inner = PosixEngine(files, fds, threads=3, task_bytes=3 * PAGE)
     engine = StagedEngine(
-        inner, device, files, RingSize(3 * PAGE, 3, 1), lambda event, then: pump.post(lambda: pump.when(event, then))
+        inner, device, files, RingSize(FILE_BYTES, 3, 1), lambda event, then: pump.post(lambda: pump.when(event, then))
     )
     assert engine.pinned
     check(
