@@ -17,6 +17,9 @@ from flatcake.messages import Int64Array
 Flags = npt.NDArray[np.bool_]
 
 _GROWTH = 2
+_TILES_MIN = 20
+"""What a tile is read, copied and scattered in passes without the others at either end of a plan, so a short plan has
+smaller tiles: so many, unless they would be less than half a slot."""
 _PART = 6
 """A read is cut where a tile is full, unless less than this part of a tile would be left of it: then it goes whole into
 the next one."""
@@ -28,7 +31,8 @@ def cut_tiles(
 ) -> Int64Array:
     """Find where tiles begin: each is as full as whole pieces make it, and has one at least.
 
-    The first ones are small and the first layer has tiles of its own, so that it is ready early.
+    The first ones are small and the first layer has tiles of its own, so that it is ready early; those of a short plan
+    are all smaller.
 
     Args:
         segments: As in `TilePlan`, in the order in which they are read; their offsets are in the medium.
@@ -36,7 +40,7 @@ def cut_tiles(
         opens: Segments that a read begins with; any other belongs to the read of the one before it.
         pieces: int64 [segments]: bytes of a piece.
         first_tile_bytes: The first tile holds so much, each further one twice as much as the one before.
-        slot_bytes: No tile holds more.
+        slot_bytes: No tile holds more, and where the first one may hold so much, a short plan's are no smaller.
 
     Returns:
         int64 [tiles - 1, 2]: the segment in which each tile but the first begins, and how many of its blocks come
@@ -55,7 +59,8 @@ def cut_tiles(
     arrays = stops, stops - sizes, pieces, heads
     columns: Any = [array.tolist() for array in arrays] if count < _LIST_MAX else arrays
     second_layer = int(segments[:, 1].searchsorted(segments[0, 1], "right"))
-    cuts = _walk(columns, second_layer, first_tile_bytes, slot_bytes)
+    tile_bytes = min(slot_bytes, max(first_tile_bytes, slot_bytes // 2, int(stops[-1]) // _TILES_MIN))
+    cuts = _walk(columns, second_layer, first_tile_bytes, tile_bytes)
     return np.array(cuts, np.int64).reshape(-1, 2)
 
 

@@ -21,7 +21,7 @@ from tests.io.test_probe import Place
 from tests.opened import note
 from tests.stores import WAIT_S, Layout, Memory, check, make_config, make_identity, make_tokens, restore, save
 
-WRITES = 5
+WRITES = 2
 """Transfers that the probe writes before it reads."""
 
 

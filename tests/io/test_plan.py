@@ -220,11 +220,22 @@ def test_neighbours_merge_up_to_the_largest_read_and_no_further() -> None:
 
 
 def test_first_tile_is_small_and_later_ones_double() -> None:
-    lanes = lane_table(*[64 * KiB] * 64)
+    lanes = lane_table(*[64 * KiB] * 128)
     limits = make_limits(first_tile_bytes=64 * KiB, slot_bytes=256 * KiB)
     plan = make_tiles(runs((1, 0, 10, 1, 0, 1, 0)), lanes, limits)
-    assert np.diff(plan.tile_reads).tolist() == [1, 2, *[4] * 15, 1]
+    assert np.diff(plan.tile_reads).tolist() == [1, 2, *[4] * 31, 1]
     assert plan.tile_first_layer[:3].tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "first", "largest"),
+    [(3, 64, 128), (30, 64, 128), (60, 64, 192), (79, 64, 192), (80, 64, 256), (30, 256, 256)],
+)
+def test_tiles_of_a_short_plan_are_smaller(pieces: int, first: int, largest: int) -> None:
+    limits = make_limits(first_tile_bytes=first * KiB, slot_bytes=256 * KiB)
+    plan = make_tiles(runs((1, 0, 10, 1, 0, 1, 0)), lane_table(*[64 * KiB] * pieces), limits)
+    sizes = np.add.reduceat(plan.reads[:, 2], plan.tile_reads[:-1])
+    assert sizes.max() == largest * KiB
 
 
 def test_reads_per_layer_are_extents_not_turns() -> None:
