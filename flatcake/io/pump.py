@@ -49,6 +49,7 @@ class Pump:
         """Called on the pump's thread when a handler has raised; set it before the first `post`."""
         self._thread = threading.Thread(target=self._run, name="flatcake-pump", daemon=True)
         self._thread.start()
+        self._ident = self._thread.ident
 
     def post(self, handler: Handler) -> None:
         """Run `handler` on the pump's thread, soon.  From any thread."""
@@ -92,7 +93,7 @@ class Pump:
             self.post(lambda: self.when(event, handler))
 
     def on_thread(self) -> bool:
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self._ident
 
     def fence(self, wait_ns: int) -> bool:
         """Wait until everything that was posted before has run, or never will; False when the time is up."""
