@@ -42,7 +42,7 @@ class Direct:
         self._parameters = (ctypes.c_void_p * function.parameters)(*places)
 
     def launch(self, programs: int, stream: int, arguments: Sequence[int]) -> None:
-        """Queue `programs` programs; a few µs."""
+        """Queue `programs` programs."""
         function = self._function
         self._pack_into(self._values, 0, *arguments)
         self._driver.launch(
