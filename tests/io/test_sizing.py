@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from flatcake.config import IOConfig
 from flatcake.errors import ConfigError
-from flatcake.io.sizing import size_window
+from flatcake.io.sizing import RING_BYTES, size_ring, size_window
 from flatcake.layout import LaneTable
 from flatcake.units import DIRECT_BYTES, KiB, MiB
 from tests.builders import make_geometry
@@ -50,3 +50,13 @@ def test_size_window_refuses_slots_smaller_than_a_piece() -> None:
     settings = IOConfig(slot_bytes=4 * KiB)
     with pytest.raises(ConfigError, match="a piece has 8192 bytes.*raise window_bytes_max or slot_bytes"):
         size_window(settings, lanes(8 * KiB), is_host=True)
+
+
+@pytest.mark.parametrize(
+    ("slot_kib", "reads", "writes"),
+    [(24 << 10, 4, 2), (12 << 10, 8, 4), (32 << 10, 3, 2), (100 << 10, 2, 1), (4, 32, 16)],
+)
+def test_the_ring_has_buffers_as_large_as_slots_and_stays_small(slot_kib: int, reads: int, writes: int) -> None:
+    size = size_ring(slot_kib << 10)
+    assert (size.buffer_bytes, size.reads, size.writes) == (slot_kib << 10, reads, writes)
+    assert reads * size.buffer_bytes <= RING_BYTES or reads == 2
