@@ -105,12 +105,15 @@ class KvikioEngine:
 
         They end roughly in order, so mostly the oldest alone is asked.
         """
+        self._asked += 1
+        return self._collect(sweep=self._asked % _SWEEP == 0)
+
+    def _collect(self, *, sweep: bool) -> bool:
         with self._lock:  # A future may not be asked once it has been waited for.
             pending, ready = self._pending, self._ready
             while pending and pending[0].is_done():
                 ready.append(pending.popleft())
-            self._asked += 1
-            if not ready and self._asked % _SWEEP == 0:
+            if not ready and sweep:
                 ready += [each for each in pending if each.is_done()]
                 for each in ready:
                     pending.remove(each)
@@ -118,7 +121,7 @@ class KvikioEngine:
 
     def _settle(self) -> bool:
         """Answer what is done, since whoever watched may be gone by now; whether something is in flight still."""
-        if self.done():
+        if self._collect(sweep=True):
             self._answer()
         return self._is_busy()
 
@@ -128,6 +131,9 @@ class KvikioEngine:
 
     def _submit(self, verb: str, transfers: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         check_batch(transfers, buffer, self._count)
+        if not any(transfer.size_bytes for transfer in transfers):
+            answer(done, [Result(0, 0) for _ in transfers])
+            return
         with self._lock:  # A transfer that has begun is known to `close`.
             closed, is_watched = self._closed, self._is_watched
             if not closed:

@@ -48,8 +48,9 @@ class Pump:
         self.on_failure: Handler = _nothing
         """Called on the pump's thread when a handler has raised; set it before the first `post`."""
         self._thread = threading.Thread(target=self._run, name="flatcake-pump", daemon=True)
+        self._ident: int | None = None
+        """While it runs: another thread may be given the same one later."""
         self._thread.start()
-        self._ident = self._thread.ident
 
     def post(self, handler: Handler) -> None:
         """Run `handler` on the pump's thread, soon.  From any thread."""
@@ -114,10 +115,14 @@ class Pump:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self._device.enter_thread()
-        while self._run_posted():
-            self._fire_timers()
-            self._fire_events()
+        self._ident = threading.get_ident()
+        try:
+            self._device.enter_thread()
+            while self._run_posted():
+                self._fire_timers()
+                self._fire_events()
+        finally:
+            self._ident = None
 
     def _put(self, handler: Handler | None) -> None:
         self._queue.append(handler)

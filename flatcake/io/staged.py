@@ -150,10 +150,9 @@ class StagedEngine:
     def _on_read(self, batch: Staged, buffer: Buffer, results: list[Result], _: Event) -> None:
         moved = spans(batch.transfers, results)
         is_queued, event = self._copy(batch.slot.address, buffer.address, moved, self._upwards)
-        if is_queued:
-            batch.end(results, event)
-        else:
-            batch.refuse(errno.EIO)
+        if not is_queued:  # What was queued before is on its way to the slot all the same.
+            results = [Result(0, errno.EIO)] * len(batch.transfers)
+        batch.end(results, event)
         self._reads.give_back(buffer, event)
 
     def _write(self, batch: Staged, buffer: Buffer) -> None:

@@ -145,6 +145,27 @@ def test_a_later_close_ends_what_hung_when_nobody_watches_any_more(paths: list[s
     assert answer.calls == [whole(BATCH)] and all(file.closes == 1 for file in kvikio.files)
 
 
+def test_a_close_answers_what_is_done_behind_something_that_hangs(paths: list[str]) -> None:
+    kvikio, gate, hangs, ends = FakeKvikio(), threading.Event(), Answer(), Answer()
+    engine = KvikioEngine(kvikio, paths, lambda *_: None, threads=4, task_bytes=2 * PAGE, direct=True)
+    kvikio.gate = gate
+    engine.read(BATCH[:1], host_buffer(5 * PAGE), hangs)
+    kvikio.gate = None
+    engine.read(BATCH[:1], host_buffer(5 * PAGE), ends)
+    kvikio.futures[1].wait()
+    assert not engine.close(0) and ends.calls == [whole(BATCH[:1])] and not hangs.calls
+    gate.set()
+    assert engine.close(CLOSE_NS) and hangs.calls == [whole(BATCH[:1])]
+
+
+@pytest.mark.parametrize("batch", [[], [Transfer(0, 0, 0, 0), Transfer(1, PAGE, 0, PAGE)]], ids=["empty", "no bytes"])
+def test_a_batch_that_moves_nothing_needs_nobody_who_watches(paths: list[str], batch: list[Transfer]) -> None:
+    kvikio, answer = FakeKvikio(), Answer()
+    engine = KvikioEngine(kvikio, paths, lambda *_: None, threads=4, task_bytes=2 * PAGE, direct=True)
+    engine.read(batch, host_buffer(5 * PAGE), answer)
+    assert answer.calls == [whole(batch)] and not kvikio.futures and engine.close(0)
+
+
 def test_file_that_cannot_be_opened_closes_the_others(paths: list[str]) -> None:
     kvikio, before = FakeKvikio(), threading.active_count()
     with pytest.raises(FileNotFoundError):

@@ -169,6 +169,16 @@ def test_close_runs_what_was_posted_before_and_nothing_after(clock: ManualClock)
     assert pump.close(WAIT_NS) and seen == [1]
 
 
+def test_no_thread_is_taken_for_a_pump_that_has_ended(clock: ManualClock) -> None:
+    pump, taken = Pump(CpuDevice(Files()), clock), list[bool]()
+    assert not pump.on_thread() and pump.close(WAIT_NS)
+    for _ in range(20):  # The system gives a new thread the identity of one that has ended.
+        thread = threading.Thread(target=lambda: taken.append(pump.on_thread()))
+        thread.start()
+        thread.join()
+    assert taken == [False] * 20
+
+
 def test_close_gives_up_on_a_handler_that_does_not_end(clock: ManualClock) -> None:
     pump, gate = Pump(CpuDevice(Files()), clock), threading.Event()
     pump.post(lambda: gate.wait(WAIT_S) and None)

@@ -3,6 +3,7 @@
 import errno
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,23 @@ def test_failing_device_is_a_result_and_buffer_comes_back(verb: str) -> None:
         assert answer.calls == [[Result(0, errno.EIO)] * 3]
     at.engine.check()
     assert at.engine.close(0)
+
+
+def test_a_read_whose_copies_fail_half_way_is_ready_when_those_before_are_made() -> None:
+    class Once(FakeCuda):
+        def copy(self, target: int, source: int, size_bytes: int, stream: Any) -> None:
+            if self.copies == 1:
+                raise RuntimeError("an illegal memory access was encountered")
+            super().copy(target, source, size_bytes, stream)
+
+    device, inner, answer, slot = Once(manual=True), MemoryEngine(2, FILE_BYTES), Answer(), gpu_buffer(8 * PAGE)
+    inner.files[0][:] = 3
+    engine = StagedEngine(inner, device, Files(), RingSize(8 * PAGE, 1, 1), when)
+    engine.read(BATCH, slot, answer)
+    assert answer.calls == [[Result(0, errno.EIO)] * 3]
+    assert not answer.ready.done() and not slot.tensor.any(), "its slot would be used again too early"
+    device.run()
+    assert answer.ready.done() and slot.tensor[0] == 3 and engine.close(0)
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
