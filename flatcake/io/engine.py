@@ -94,15 +94,6 @@ def refuse(batch: Sequence[Transfer], error: int, done: Done) -> None:
     answer(done, [Result(0, error) for _ in batch])
 
 
-def moved_whole(results: Sequence[Result], size_bytes: int) -> bool:
-    """Whether transfers of so many bytes in all have moved them without an error."""
-    for moved_bytes, error in results:
-        if error:
-            return False
-        size_bytes -= moved_bytes
-    return not size_bytes
-
-
 def check_batch(batch: Sequence[Transfer], buffer: Buffer, files: int) -> None:
     """Assert that all transfers lie in the buffer and name one of `files` files."""
     for transfer in batch:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatcake.gva import Medium
 from flatcake.io.device import Event
-from flatcake.io.engine import Buffer, Result, Transfer, moved_whole
+from flatcake.io.engine import Buffer, Result, Transfer
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Pieces
 from flatcake.io.plan import TilePlan
@@ -89,7 +89,8 @@ class _Share:
 def bad_pieces(lanes: LaneTable, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:
     """Pieces of a tile whose bytes did not all arrive, as rows of `pieces`; empty when all is well."""
     first = int(tiles.tile_reads[tile])
-    if moved_whole(results, sum(tiles.reads[first : first + len(results), 2].tolist())):
+    sizes = tiles.reads[first : first + len(results), 2].tolist()
+    if all(not r.error and r.moved_bytes == size for r, size in zip(results, sizes, strict=True)):
         return []
     begin, end = int(pieces.tile_pieces[tile]), int(pieces.tile_pieces[tile + 1])
     segments = slice(int(tiles.tile_segments[tile]), int(tiles.tile_segments[tile + 1]))
