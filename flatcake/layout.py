@@ -101,10 +101,15 @@ class Growth:
     """Rooms stop growing here: larger reads gain nothing."""
 
     def next_room(self, turn_blocks: int, scope_blocks: int) -> int:
-        """Room for a turn of `turn_blocks` more blocks in a scope that has `scope_blocks` already."""
+        """Room for a turn of `turn_blocks` more blocks in a scope that has `scope_blocks` already.
+
+        A turn that needs several extents has as few as can be, of one size: a short one behind long ones would let
+        tiles begin in the middle of reads from there on.
+        """
         if self.layout == "segments":
-            return turn_blocks
-        return min(self.room_max, max(turn_blocks, scope_blocks * self.percent // 100))
+            return min(turn_blocks, self.room_max)
+        extents = max(1, -(-turn_blocks // self.room_max))
+        return min(self.room_max, max(-(-turn_blocks // extents), scope_blocks * self.percent // 100))
 
 
 def room_max(lanes: LaneTable, lane_bytes_max: int, file_bytes: int) -> int:

@@ -195,7 +195,7 @@ class Space:
     def _take(self, scope: Scope, blocks: int) -> Slots | None:
         last = scope.extents[-1] if scope.extents else None
         if last is None or not last.free_blocks:
-            room = self._growth.next_room(min(blocks, self._growth.room_max), scope.used_blocks)
+            room = self._growth.next_room(blocks, scope.used_blocks)
             self.generation += 1
             last = self.tables[scope.medium].allocate(room, scope_id=scope.scope_id, generation=self.generation)
             if last is None:

@@ -55,6 +55,7 @@ def test_room_blocks_of_nothing_is_zero() -> None:
 def test_segments_get_exactly_the_turn() -> None:
     growth = Growth(layout="segments", percent=25, room_max=100)
     assert [growth.next_room(turn, scope) for turn, scope in ((1, 0), (7, 1000), (90, 5))] == [1, 7, 90]
+    assert growth.next_room(250, 0) == 100
 
 
 def test_lanes_grow_by_a_share_of_the_scope_up_to_the_limit() -> None:
@@ -65,6 +66,16 @@ def test_lanes_grow_by_a_share_of_the_scope_up_to_the_limit() -> None:
     assert growth.next_room(1, 399) == 99
     assert growth.next_room(1, 4000) == 100
     assert growth.next_room(100, 4000) == 100
+
+
+@pytest.mark.parametrize("turn_blocks", [1, 24, 25, 33, 128, 855])
+def test_a_turn_gets_few_extents_of_one_size(turn_blocks: int) -> None:
+    growth = Growth(layout="lanes", percent=0, room_max=24)
+    rooms, left = list[int](), turn_blocks
+    while left:
+        rooms.append(growth.next_room(left, turn_blocks - left))
+        left -= rooms[-1]
+    assert len(rooms) == -(-turn_blocks // 24) and max(rooms) - min(rooms) <= 1
 
 
 def test_room_max_is_set_by_the_largest_lane() -> None:

@@ -18,6 +18,9 @@ from flatcake.io.tilecopy import TileCopy
 from flatcake.io.verdict import WantedSums
 from flatcake.messages import BASE, MEDIUM, Int64Array, block_column
 
+Group = tuple[list[int], list[int]]
+"""Tiles whose sums are fetched together, and the layers that are complete with the last of them."""
+
 
 class Judging:
     """Verifies one restore, or only waves it through where checksums are off."""
@@ -31,12 +34,10 @@ class Judging:
         self._wanted: WantedSums | None = None
         self._unfetched: list[int] = []
         self._groups = 0
-        self._unjudged: list[list[int]] = []
+        self._unjudged: list[Group] = []
         self._bad_rows: dict[int, list[int]] = {}
         self._stream: Stream = None
         self._copy: TileCopy | None = None
-        self._unverified: list[int]
-        """Per layer: tiles that are not judged yet."""
 
     @property
     def is_idle(self) -> bool:
@@ -55,22 +56,22 @@ class Judging:
 
     def use(self, copy: TileCopy) -> None:
         """Judge the sums of `copy`: say so before a tile is scattered."""
-        self._copy, self._unverified = copy, list(self._work.layer_tiles)
+        self._copy = copy
 
-    def note_scattered(self, tile: int, bad: list[int], *, fetch: bool) -> None:
-        """A tile's copy is queued; `fetch` its sums, and those of the tiles before it, now."""
+    def note_scattered(self, tile: int, bad: list[int], complete: list[int]) -> None:
+        """A tile's copy is queued, as the last of the layers `complete`: with any, sums are fetched up to here."""
         if not self._parts.verify:
             return
         self._unfetched.append(tile)
         if bad:
             self._bad_rows[tile] = bad
-        if fetch:
+        if complete:
             assert self._copy is not None
-            group, self._unfetched = self._unfetched, []
-            self._copy.fetch_sums(group)
+            tiles, self._unfetched = self._unfetched, []
+            self._copy.fetch_sums(tiles)
             fetched = self._parts.device.record(self._stream)
             self._groups += 1
-            self._parts.pump.when(fetched, lambda: self._on_fetched(group), self)
+            self._parts.pump.when(fetched, lambda: self._on_fetched((tiles, complete)), self)
 
     def end(self) -> None:
         """Let the records go."""
@@ -78,7 +79,7 @@ class Judging:
             self._parts.book.let_go(record)
         self._records = {}
 
-    def _on_fetched(self, group: list[int]) -> None:
+    def _on_fetched(self, group: Group) -> None:
         self._unjudged.append(group)
         self._judge_waiting()
 
@@ -87,32 +88,28 @@ class Judging:
             return
         groups, self._unjudged = self._unjudged, []
         self._groups -= len(groups)  # Where one fails, the restore is dropped, and nobody judges the others.
-        for group in groups:
+        for tiles, complete in groups:  # In the order in which layers were complete, so all tiles of those are known.
             if not self._restore.dropped:
-                self._judge(group)
+                self._judge(tiles)
+                self._restore.note_verified(complete)
         if self.is_idle:
             self._idle()
 
-    def _judge(self, group: list[int]) -> None:
+    def _judge(self, tiles: list[int]) -> None:
         if self._wanted is None:
             self._wanted = WantedSums(self._work.plan, self._work.pieces, self._records, self._parts.payload_bytes)
         assert self._copy is not None
         pieces, bounds = self._work.pieces, self._work.pieces.tile_pieces
-        rows = slice(int(bounds[min(group)]), int(bounds[max(group) + 1]))  # Those of other tiles do not count.
-        differs = self._copy.sums_of(rows) != self._wanted.of(rows)
-        complete, is_right = [], not differs.any()
-        for tile in group:
-            bad_rows = self._bad_rows.pop(tile, ())
-            if not is_right:
-                own = np.arange(bounds[tile], bounds[tile + 1])
-                failed = np.setdiff1d(own[differs[own - rows.start]], bad_rows)
-                if len(failed):
-                    self._fail_blocks(np.unique(pieces.table[failed, 1]))
-            for layer in self._work.tile_layers[tile]:
-                self._unverified[layer] -= 1
-                if not self._unverified[layer]:
-                    complete.append(layer)
-        self._restore.note_verified(complete)
+        rows = slice(int(bounds[min(tiles)]), int(bounds[max(tiles) + 1]))  # Those of other tiles do not count.
+        found, wanted = self._copy.sums_of(rows), self._wanted.of(rows)
+        if found.tobytes() == wanted.tobytes():  # Quicker than to look where they differ.
+            return
+        differs = found != wanted
+        for tile in tiles:
+            own = np.arange(bounds[tile], bounds[tile + 1])
+            failed = np.setdiff1d(own[differs[own - rows.start]], self._bad_rows.get(tile, ()))
+            if len(failed):
+                self._fail_blocks(np.unique(pieces.table[failed, 1]))
 
     def _fail_blocks(self, blocks: Int64Array) -> None:
         self._parts.counts["blocks_failed_checksum"] += len(blocks)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from flatcake.io.device import When
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.001
 _BOUNCE_BYTES_MIN = 16 * MiB
+_SIZE = attrgetter("size_bytes")
 _SWEEP = 16
 """Every so many times all batches are asked, so that one that hangs does not hide the others."""
 
@@ -70,6 +72,7 @@ class KvikioEngine:
         self._ready: list[_Batch] = []
         """They are done, and nobody has been told."""
         self._answering = 0
+        """Threads that tell of some that are in no list any more."""
         self._is_watched = False
         self._asked = 0
 
@@ -131,7 +134,7 @@ class KvikioEngine:
 
     def _submit(self, verb: str, transfers: Sequence[Transfer], buffer: Buffer, done: Done) -> None:
         check_batch(transfers, buffer, self._count)
-        if not any(transfer.size_bytes for transfer in transfers):
+        if not any(map(_SIZE, transfers)):
             answer(done, [Result(0, 0) for _ in transfers])
             return
         with self._lock:  # A transfer that has begun is known to `close`.
@@ -166,11 +169,11 @@ class KvikioEngine:
         """Answer the batches that are done; whether others are under way."""
         with self._lock:
             ready, self._ready = self._ready, []
-            self._answering += len(ready)
+            self._answering += 1
         for batch in ready:
             answer(batch.done, batch.results())
         with self._lock:
-            self._answering -= len(ready)
+            self._answering -= 1
             self._is_watched = bool(self._pending or self._ready)
             return self._is_watched
 
@@ -211,7 +214,8 @@ class _Batch:
                     moved_bytes = int(future.get())
                 except Exception as error:
                     log.debug("a transfer of %d bytes failed: %s", size_bytes, error)
-            found.append(Result(min(moved_bytes, size_bytes), 0 if moved_bytes == size_bytes else errno.EIO))
+            is_whole = moved_bytes == size_bytes
+            found.append(Result(size_bytes, 0) if is_whole else Result(min(moved_bytes, size_bytes), errno.EIO))
         self._parts.clear()
         return found
 

@@ -5,7 +5,7 @@ Pure: arrays in, arrays out.
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 
@@ -108,6 +108,12 @@ class Work:
         """Per tile: the layers that it has something of."""
         ends: list[int] = (self.tiles.tile_last_layer + 1).tolist()
         return list(map(range, self.tiles.tile_first_layer.tolist(), ends))
+
+    @cached_property
+    def whole(self) -> list[list[tuple[int, int]]]:
+        """Per tile: the results of its reads or writes, if all is well."""
+        results = list(zip(self.tiles.reads[:, 2].tolist(), repeat(0)))
+        return [results[first:last] for first, last in pairwise(self.tiles.tile_reads.tolist())]
 
     @cached_property
     def layer_tiles(self) -> tuple[int, ...]:

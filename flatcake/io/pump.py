@@ -7,6 +7,7 @@ state of restores and saves that is not guarded otherwise belongs to this thread
 import contextlib
 import itertools
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _TURN_NS = 200_000
 _FENCE_S = 0.01
 _PATIENCE_S_MAX = 3600.0
 _FOR_EVER_S = -1
+_NEVER_NS = sys.maxsize
 _NS_PER_S = 1e9
 
 
@@ -36,12 +38,16 @@ class Pump:
     def __init__(self, device: Device, clock: Clock) -> None:
         self._device = device
         self._clock = clock
-        self._queue: deque[Handler | None] = deque()
+        self._queue: deque[Handler] = deque()
         self._news = threading.Lock()
         """Open where something may have been posted since the pump last waited.  No `queue.SimpleQueue`: where `get`
         loses the processor for longer than it is to wait, it waits for ever (CPython 3.11)."""
         self._news.acquire()
         self._timers: SortedDict = SortedDict()
+        self._due_ns = _NEVER_NS
+        """No timer is due before."""
+        self._turn_ns = 0
+        """When this turn began."""
         self._numbers = itertools.count()
         self._watched: dict[int, deque[tuple[Point, Handler]]] = {}
         """By line: events of one line come one after another, so only the first of each is asked for."""
@@ -54,15 +60,18 @@ class Pump:
 
     def post(self, handler: Handler) -> None:
         """Run `handler` on the pump's thread, soon.  From any thread."""
-        self._put(handler)
+        self._queue.append(handler)
+        if self._news.locked():
+            with contextlib.suppress(RuntimeError):  # Somebody else has just opened it.
+                self._news.release()
 
     def at(self, when_ns: int, handler: Handler) -> Timer:
         """Run `handler` at a time of the clock, or soon after, unless it is forgotten.  From any thread."""
         timer = (when_ns, next(self._numbers))
         if self.on_thread():  # It may be forgotten in this very turn.
-            self._timers[timer] = handler
+            self._set(timer, handler)
         else:
-            self.post(lambda: self._timers.update({timer: handler}))
+            self.post(lambda: self._set(timer, handler))
         return timer
 
     def forget(self, timer: Timer | None) -> None:
@@ -88,7 +97,7 @@ class Pump:
 
     def watch(self, event: Point, handler: Handler) -> None:
         """Run `handler` on the pump's thread once `event` has been reached.  From any thread."""
-        if self.on_thread():
+        if threading.get_ident() == self._ident:
             self.when(event, handler)
         else:
             self.post(lambda: self.when(event, handler))
@@ -109,7 +118,7 @@ class Pump:
 
     def close(self, wait_ns: int) -> bool:
         """Stop after what is queued now; True when the thread has ended.  A second call does nothing."""
-        self._put(None)
+        self.post(_end)
         if not self.on_thread():
             self._thread.join(wait_ns / _NS_PER_S)
         return not self._thread.is_alive()
@@ -124,37 +133,38 @@ class Pump:
         finally:
             self._ident = None
 
-    def _put(self, handler: Handler | None) -> None:
-        self._queue.append(handler)
-        if self._news.locked():
-            with contextlib.suppress(RuntimeError):  # Somebody else has just opened it.
-                self._news.release()
-
     def _run_posted(self) -> bool:
         """Wait for handlers, then run those that are there now, for a turn's time; False when the last was the end."""
         if not self._queue:
             self._news.acquire(timeout=self._patience_s())
-        until_ns = self._clock.now_ns() + _TURN_NS
-        for _ in range(len(self._queue)):
+        self._turn_ns = self._clock.now_ns()
+        for number in range(len(self._queue)):
+            if number and self._clock.now_ns() > self._turn_ns + _TURN_NS:
+                break
             handler = self._queue.popleft()
-            if handler is None:
+            if handler is _end:
                 return False
             self._call(handler)
-            if self._clock.now_ns() > until_ns:
-                break
         return True
 
     def _patience_s(self) -> float:
         if self._watched:
             return _POLL_S
-        if not self._timers:
+        if self._due_ns == _NEVER_NS:
             return _FOR_EVER_S
-        wait_ns: int = self._timers.peekitem(0)[0][0] - self._clock.now_ns()
+        wait_ns = self._due_ns - self._clock.now_ns()
         return min(max(0.0, wait_ns / _NS_PER_S), _PATIENCE_S_MAX)
 
+    def _set(self, timer: Timer, handler: Handler) -> None:
+        self._timers[timer] = handler
+        self._due_ns = min(self._due_ns, timer[0])
+
     def _fire_timers(self) -> None:
+        if self._turn_ns < self._due_ns:
+            return
         while self._timers and self._timers.peekitem(0)[0][0] <= self._clock.now_ns():
             self._call(self._timers.popitem(0)[1])
+        self._due_ns = self._timers.peekitem(0)[0][0] if self._timers else _NEVER_NS
 
     def _fire_events(self) -> None:
         for number, waiting in list(self._watched.items()):
@@ -174,3 +184,7 @@ class Pump:
 
 def _nothing() -> None:
     return None
+
+
+def _end() -> None:
+    """Posted, it ends the thread."""

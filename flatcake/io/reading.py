@@ -165,13 +165,12 @@ class Reading:
             if slot is None:
                 self._parts.window.wait(self._advance)
                 break
-            self._read(self._next_tile, slot)
-        self.end_if_idle()
-
-    def _read(self, tile: int, slot: Buffer) -> None:
-        self._next_tile += 1
-        self._in_flight += 1
-        self._mover.move(tile, slot, partial(self._on_read, tile, slot))
+            tile = self._next_tile
+            self._next_tile += 1
+            self._in_flight += 1
+            self._mover.move(tile, slot, partial(self._on_read, tile, slot))
+        if not self._in_flight:
+            self.end_if_idle()
 
     def _on_read(self, tile: int, slot: Buffer, results: list[Result], ready: Sequence[Event]) -> None:
         if tile >= self._tiles_ready and not self._restore.dropped:
@@ -213,7 +212,7 @@ class Reading:
         with restore.lock:
             if restore.dropped:
                 return None
-            bad = self._bad_of(tile, results)
+            bad = [] if results == self._work.whole[tile] else self._bad_of(tile, results)
             with span("restore.scatter", size_bytes=slot.size_bytes):
                 self._copy.scatter(tile, slot, bad)
             event = restore.last_event = self._parts.device.record(self._stream)
@@ -222,6 +221,7 @@ class Reading:
                 self._unread[layer] -= 1
                 if not self._unread[layer]:
                     complete.append(layer)
-            restore.note_layers(complete, event)
-            self._judging.note_scattered(tile, bad, fetch=bool(complete))
+            if complete:
+                restore.note_layers(complete, event)
+            self._judging.note_scattered(tile, bad, complete)
             return event

@@ -175,8 +175,6 @@ class Restore:
 
     def note_layers(self, layers: Sequence[int], event: Event) -> None:
         """The last tiles of these layers have been queued for the device, before `event`."""
-        if not layers:
-            return
         due = []
         with self.lock:
             for layer in layers:

@@ -34,10 +34,10 @@ class Ring(Generic[Work]):
         self._is_starting = False
         self._is_watched = False
 
-    def put(self, work: Iterable[Work]) -> None:
+    def put(self, work: Work) -> None:
         """Start work, or queue it as long as there is no buffer."""
         with self._lock:
-            self._queue.extend(work)
+            self._queue.append(work)
         self._run()
 
     def give_back(self, buffer: Buffer, after: Point = NOW) -> None:
@@ -75,7 +75,7 @@ class Ring(Generic[Work]):
             assert not (self._queue and free)
 
     def _run(self) -> None:
-        while (pair := self._next()) is not None:
+        while self._queue and (pair := self._next()) is not None:
             try:
                 self._start(*pair)
             finally:

@@ -21,7 +21,7 @@ import torch
 
 from flatcake.errors import CapacityError
 from flatcake.io.device import NOW, Device, Event, Stream, When, end_of
-from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, answer, check_batch, refuse
+from flatcake.io.engine import Buffer, Done, Engine, Result, Transfer, check_batch, refuse
 from flatcake.io.ring import Ring
 from flatcake.io.seam import Files
 from flatcake.io.sizing import RingSize
@@ -41,9 +41,6 @@ class Staged(NamedTuple):
     transfers: Sequence[Transfer]
     slot: Buffer
     done: Done
-
-    def end(self, results: list[Result], ready: Event = NOW) -> None:
-        answer(self.done, results, ready)
 
     def refuse(self, error: int) -> None:
         refuse(self.transfers, error, self.done)
@@ -142,7 +139,7 @@ class StagedEngine:
         if self._closed:
             batch.refuse(errno.ECANCELED)
         else:
-            ring.put((batch,))
+            ring.put(batch)
 
     def _read(self, batch: Staged, buffer: Buffer) -> None:
         self._inner.read(batch.transfers, buffer, partial(self._on_read, batch, buffer))
@@ -152,8 +149,8 @@ class StagedEngine:
         is_queued, event = self._copy(batch.slot.address, buffer.address, moved, self._upwards)
         if not is_queued:  # What was queued before is on its way to the slot all the same.
             results = [Result(0, errno.EIO)] * len(batch.transfers)
-        batch.end(results, event)
-        self._reads.give_back(buffer, event)
+        self._reads.give_back(buffer, event)  # The next read begins, and this tile's scatter comes after it.
+        batch.done(results, event)
 
     def _write(self, batch: Staged, buffer: Buffer) -> None:
         is_queued, event = self._copy(buffer.address, batch.slot.address, spans(batch.transfers), self._downwards)
@@ -169,8 +166,8 @@ class StagedEngine:
         self._inner.write(batch.transfers, buffer, partial(self._on_written, batch, buffer))
 
     def _on_written(self, batch: Staged, buffer: Buffer, results: list[Result], _: Event) -> None:
-        batch.end(results)
         self._writes.give_back(buffer)
+        batch.done(results, NOW)
 
     def _copy(self, target: int, source: int, moved: Sequence[Span], stream: Stream) -> tuple[bool, Event]:
         """Queue copies of spans from one address to another: whether the device took all, and the end of those."""

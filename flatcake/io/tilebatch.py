@@ -5,13 +5,12 @@ Read path:  plan -> [tilebatch] -> engines -> slot
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import starmap
 
 import numpy as np
 
 from flatcake.gva import Medium
 from flatcake.io.device import Event
-from flatcake.io.engine import Buffer, Result, Transfer
+from flatcake.io.engine import Buffer, Result, transfers_of
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Pieces
 from flatcake.io.plan import TilePlan
@@ -28,12 +27,11 @@ class TileMover:
     def __init__(self, parts: Parts, tiles: TilePlan, *, write: bool) -> None:
         media = sorted(set(tiles.reads[:, 0].tolist()))
         self._shares = [_Share(parts, tiles, Medium(medium), write=write) for medium in media]
+        self.move: Callable[[int, Buffer, Answer], None] = self._shares[0].move if len(media) == 1 else self._move
+        """Start all transfers of a tile, `move(tile, slot, answer)`; `answer` comes on the pump's thread."""
 
-    def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
-        """Start all transfers of a tile; `answer` comes on the pump's thread."""
-        shares = self._shares
-        if len(shares) > 1:
-            shares = [share for share in shares if share.has(tile)]
+    def _move(self, tile: int, slot: Buffer, answer: Answer) -> None:
+        shares = [share for share in self._shares if share.has(tile)]
         if len(shares) == 1:
             shares[0].move(tile, slot, answer)
             return
@@ -61,8 +59,8 @@ class _Share:
         bounds = self._reads.searchsorted(tiles.tile_reads)
         self._bounds: list[int] = bounds.tolist()
         ends = np.zeros(len(self._rows) + 1, np.int64)
-        np.cumsum(self._rows[:, 2], out=ends[1:])
-        self._sizes: list[int] = np.diff(ends[bounds]).tolist()
+        self._rows[:, 2].cumsum(out=ends[1:])
+        self._sizes: list[int] = (ends[bounds[1:]] - ends[bounds[:-1]]).tolist()
         """Bytes of each tile."""
         self._start = io.engine.write if write else io.engine.read
         self._post, self._counts = parts.pump.post, parts.counts
@@ -78,7 +76,7 @@ class _Share:
         return numbers
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
-        batch = list(starmap(Transfer, self._rows[self._bounds[tile] : self._bounds[tile + 1]].tolist()))
+        batch = transfers_of(self._rows[self._bounds[tile] : self._bounds[tile + 1]].tolist())
         self._counts[self._bytes] += self._sizes[tile]
         if self._written is not None:
             self._written[self._medium] += self._sizes[tile]
@@ -89,9 +87,6 @@ class _Share:
 def bad_pieces(lanes: LaneTable, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:
     """Pieces of a tile whose bytes did not all arrive, as rows of `pieces`; empty when all is well."""
     first = int(tiles.tile_reads[tile])
-    sizes = tiles.reads[first : first + len(results), 2].tolist()
-    if all(not r.error and r.moved_bytes == size for r, size in zip(results, sizes, strict=True)):
-        return []
     begin, end = int(pieces.tile_pieces[tile]), int(pieces.tile_pieces[tile + 1])
     segments = slice(int(tiles.tile_segments[tile]), int(tiles.tile_segments[tile + 1]))
     read_of = np.repeat(tiles.segment_read[segments], tiles.segments[segments, 3]) - first

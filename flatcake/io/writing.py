@@ -136,10 +136,11 @@ class Writing:
         self._mover.move(tile, slot, lambda results, _: self._on_written(tile, slot, results))
 
     def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
-        bad = bad_pieces(self._parts.lanes, self._work.tiles, self._work.pieces, tile, results)
-        if bad:
-            error = next((result.error for result in results if result.error), 0)
-            self._fail(int(self._work.pieces.table[bad, 1].min()), f"write failed (errno {error})")
+        if results != self._work.whole[tile]:
+            bad = bad_pieces(self._parts.lanes, self._work.tiles, self._work.pieces, tile, results)
+            if bad:
+                error = next((result.error for result in results if result.error), 0)
+                self._fail(int(self._work.pieces.table[bad, 1].min()), f"write failed (errno {error})")
         self._release(slot)
 
     def _release(self, slot: Buffer) -> None:
