@@ -168,7 +168,7 @@ class Reading:
             tile = self._next_tile
             self._next_tile += 1
             self._in_flight += 1
-            self._mover.move(tile, slot, partial(self._on_read, tile, slot))
+            self._mover.move(tile, slot, self._on_read)
         if not self._in_flight:
             self.end_if_idle()
 

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -33,17 +32,8 @@ _ANY_FILE = sys.maxsize
 """The inner engine knows which there are."""
 
 Span = tuple[int, int]
-
-
-class Staged(NamedTuple):
-    """One submission."""
-
-    transfers: Sequence[Transfer]
-    slot: Buffer
-    done: Done
-
-    def refuse(self, error: int) -> None:
-        refuse(self.transfers, error, self.done)
+Staged = tuple[Sequence[Transfer], Buffer, Done]
+"""One submission: transfers, the slot, and who is told."""
 
 
 class StagedEngine:
@@ -106,8 +96,8 @@ class StagedEngine:
         while not all(ring.is_idle() for ring in rings) and time.monotonic_ns() < until_ns:
             time.sleep(_LOOK_S)
         for ring in rings:
-            for batch in ring.drop():
-                batch.refuse(errno.ECANCELED)
+            for transfers, _, done in ring.drop():
+                refuse(transfers, errno.ECANCELED, done)
         is_idle = self._inner.close(max(0, until_ns - time.monotonic_ns()))
         is_idle = all(ring.is_idle() for ring in rings) and is_idle
         with self._lock:
@@ -135,27 +125,27 @@ class StagedEngine:
     def _submit(self, ring: Ring[Staged], transfers: Sequence[Transfer], slot: Buffer, done: Done) -> None:
         check_batch(transfers, slot, _ANY_FILE)
         assert slot.size_bytes <= self._buffer_bytes, (slot.size_bytes, self._buffer_bytes)
-        batch = Staged(transfers, slot, done)
         if self._closed:
-            batch.refuse(errno.ECANCELED)
+            refuse(transfers, errno.ECANCELED, done)
         else:
-            ring.put(batch)
+            ring.put((transfers, slot, done))
 
     def _read(self, batch: Staged, buffer: Buffer) -> None:
-        self._inner.read(batch.transfers, buffer, partial(self._on_read, batch, buffer))
+        self._inner.read(batch[0], buffer, partial(self._on_read, batch, buffer))
 
     def _on_read(self, batch: Staged, buffer: Buffer, results: list[Result], _: Event) -> None:
-        moved = spans(batch.transfers, results)
-        is_queued, event = self._copy(batch.slot.address, buffer.address, moved, self._upwards)
+        transfers, slot, done = batch
+        is_queued, event = self._copy(slot.address, buffer.address, spans(transfers, results), self._upwards)
         if not is_queued:  # What was queued before is on its way to the slot all the same.
-            results = [Result(0, errno.EIO)] * len(batch.transfers)
+            results = [Result(0, errno.EIO)] * len(transfers)
         self._reads.give_back(buffer, event)  # The next read begins, and this tile's scatter comes after it.
-        batch.done(results, event)
+        done(results, event)
 
     def _write(self, batch: Staged, buffer: Buffer) -> None:
-        is_queued, event = self._copy(buffer.address, batch.slot.address, spans(batch.transfers), self._downwards)
+        transfers, slot, done = batch
+        is_queued, event = self._copy(buffer.address, slot.address, spans(transfers), self._downwards)
         if not is_queued:
-            batch.refuse(errno.EIO)
+            refuse(transfers, errno.EIO, done)
             self._writes.give_back(buffer, event)
         elif event.done():
             self._put(batch, buffer)
@@ -163,11 +153,12 @@ class StagedEngine:
             self._when(event, partial(self._put, batch, buffer))
 
     def _put(self, batch: Staged, buffer: Buffer) -> None:
-        self._inner.write(batch.transfers, buffer, partial(self._on_written, batch, buffer))
+        transfers, _, done = batch
+        self._inner.write(transfers, buffer, partial(self._on_written, done, buffer))
 
-    def _on_written(self, batch: Staged, buffer: Buffer, results: list[Result], _: Event) -> None:
+    def _on_written(self, done: Done, buffer: Buffer, results: list[Result], _: Event) -> None:
         self._writes.give_back(buffer)
-        batch.done(results, NOW)
+        done(results, NOW)
 
     def _copy(self, target: int, source: int, moved: Sequence[Span], stream: Stream) -> tuple[bool, Event]:
         """Queue copies of spans from one address to another: whether the device took all, and the end of those."""

@@ -17,8 +17,8 @@ from flatcake.io.plan import TilePlan
 from flatcake.layout import LaneTable
 from flatcake.messages import Int64Array
 
-Answer = Callable[[list[Result], Sequence[Event]], None]
-"""Told a result for each read or write, and the points after which what was read is in its slot."""
+Answer = Callable[[int, Buffer, list[Result], Sequence[Event]], None]
+"""Told the tile, its slot, a result for each read or write, and the points after which what was read is in the slot."""
 
 
 class TileMover:
@@ -38,11 +38,11 @@ class TileMover:
         results: dict[int, Result] = {}
         points: list[Event] = []
 
-        def collect(share: _Share, found: list[Result], ready: Sequence[Event]) -> None:
+        def collect(share: _Share, _: int, __: Buffer, found: list[Result], ready: Sequence[Event]) -> None:
             results.update(zip(share.numbers(tile), found, strict=True))
             points.extend(ready)
             if len(points) == len(shares):
-                answer([results[number] for number in sorted(results)], points)
+                answer(tile, slot, [results[number] for number in sorted(results)], points)
 
         for share in shares:
             share.move(tile, slot, partial(collect, share))
@@ -54,12 +54,13 @@ class _Share:
     def __init__(self, parts: Parts, tiles: TilePlan, medium: Medium, *, write: bool) -> None:
         io, verb = parts.media[medium], "write" if write else "read"
         self._reads = (tiles.reads[:, 0] == medium).nonzero()[0]
-        self._rows = tiles.reads[self._reads]  # medium and offset become file and offset
-        self._rows[:, 0], self._rows[:, 1] = io.locate(self._rows[:, 1])
+        rows = tiles.reads[self._reads]  # medium and offset become file and offset
+        rows[:, 0], rows[:, 1] = io.locate(rows[:, 1])
+        self._transfers = transfers_of(rows.tolist())
         bounds = self._reads.searchsorted(tiles.tile_reads)
         self._bounds: list[int] = bounds.tolist()
-        ends = np.zeros(len(self._rows) + 1, np.int64)
-        self._rows[:, 2].cumsum(out=ends[1:])
+        ends = np.zeros(len(rows) + 1, np.int64)
+        rows[:, 2].cumsum(out=ends[1:])
         self._sizes: list[int] = (ends[bounds[1:]] - ends[bounds[:-1]]).tolist()
         """Bytes of each tile."""
         self._start = io.engine.write if write else io.engine.read
@@ -76,12 +77,12 @@ class _Share:
         return numbers
 
     def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
-        batch = transfers_of(self._rows[self._bounds[tile] : self._bounds[tile + 1]].tolist())
+        batch = self._transfers[self._bounds[tile] : self._bounds[tile + 1]]
         self._counts[self._bytes] += self._sizes[tile]
         if self._written is not None:
             self._written[self._medium] += self._sizes[tile]
         self._counts[self._commands] += len(batch)
-        self._start(batch, slot, lambda found, ready: self._post(partial(answer, found, (ready,))))
+        self._start(batch, slot, lambda found, ready: self._post(partial(answer, tile, slot, found, (ready,))))
 
 
 def bad_pieces(lanes: LaneTable, tiles: TilePlan, pieces: Pieces, tile: int, results: list[Result]) -> list[int]:

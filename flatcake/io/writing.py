@@ -5,7 +5,7 @@ under way: reads come first.  After a fault or past the deadline no further tile
 follows when nothing is in flight any more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -133,9 +133,9 @@ class Writing:
         self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._release(slot), self)
 
     def _on_gathered(self, tile: int, slot: Buffer) -> None:
-        self._mover.move(tile, slot, lambda results, _: self._on_written(tile, slot, results))
+        self._mover.move(tile, slot, self._on_written)
 
-    def _on_written(self, tile: int, slot: Buffer, results: list[Result]) -> None:
+    def _on_written(self, tile: int, slot: Buffer, results: list[Result], _: Sequence[Event]) -> None:
         if results != self._work.whole[tile]:
             bad = bad_pieces(self._parts.lanes, self._work.tiles, self._work.pieces, tile, results)
             if bad:
