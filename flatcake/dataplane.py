@@ -106,7 +106,7 @@ class DataPlane:
         after = self.parts.device.record(self.parts.device.stream_of(stream))
         restore = self._handle(work.tiles, blocks)
         limit = self.parts.window.slots if slots_max is None else max(1, slots_max)
-        reading = Reading(self.parts, restore, work, lambda done: self._end_restore(reading, done, report), limit)
+        reading = Reading(self.parts, restore, work, partial(self._end_restore, report), limit)
         with self._lock:
             self._require_open()
             restore.on_drop = lambda: self.parts.pump.post(reading.on_dropped)
@@ -157,7 +157,7 @@ class DataPlane:
             self._set_deadline(writing, deadline_ns)
 
         save = Save(len(plan.keys), begin)
-        writing = Writing(self.parts, save, work, lambda done: self._end_save(writing, done, report))
+        writing = Writing(self.parts, save, work, partial(self._end_save, report))
         with self._lock:
             self._require_open()
             self._saves.add(writing)
@@ -251,7 +251,7 @@ class DataPlane:
             self._active.add(reading)
             start()
 
-    def _end_restore(self, reading: Reading, done: Completion, report: Report) -> None:
+    def _end_restore(self, report: Report, reading: Reading, done: Completion) -> None:
         self._active.discard(reading)
         self._queued.pop(reading, None)
         with self._lock:
@@ -265,7 +265,7 @@ class DataPlane:
             if writing in self._saves and writing not in self._deadlines:
                 self._deadlines[writing] = self.parts.pump.at(deadline_ns, partial(writing.give_up, "deadline"))
 
-    def _end_save(self, writing: Writing, done: Completion, report: Report) -> None:
+    def _end_save(self, report: Report, writing: Writing, done: Completion) -> None:
         with self._lock:
             self._saves.discard(writing)
             self.parts.pump.forget(self._deadlines.pop(writing, None))

@@ -1,12 +1,29 @@
 """A store that has taken ten times what it has room for still takes everything, and counts right."""
 
+import gc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flatcake.gva import Medium
-from tests.stores import TURNS, Memory, check, make_config, make_store, make_tokens, restore, save, simple_layout
+from flatcake.io.judging import Judging
+from flatcake.io.pieces import Work
+from flatcake.io.reading import Reading
+from flatcake.io.recording import Recording
+from flatcake.io.writing import Writing
+from tests.stores import (
+    TURNS,
+    Memory,
+    check,
+    eventually,
+    make_config,
+    make_store,
+    make_tokens,
+    restore,
+    save,
+    simple_layout,
+)
 
 TIMES = 10
 
@@ -35,3 +52,19 @@ def test_ten_times_the_capacity_goes_in_without_a_refusal(medium: Medium, tmp_pa
         assert restored > 0 and stats.counts["reclaimed_scopes"] > 10
         assert stats.media[medium.name.lower()].used_bytes <= room
         check(store)
+
+
+def test_what_is_over_leaves_nothing_for_the_garbage_collector(tmp_path: Path) -> None:
+    """Its arrays grow with the prefix, and a collection of all objects stops a serving process for long."""
+    memory = Memory(simple_layout(page_count=64))
+    kinds = Reading, Writing, Judging, Recording, Work
+    gc.collect()
+    with make_store(memory, make_config(memory, [tmp_path], blocks=64, dram_blocks=48)) as store:
+        gc.disable()
+        try:
+            for turn, medium in enumerate((Medium.DRAM, Medium.SSD), 1):  # The second restore reads both.
+                assert not save(store, memory, "s", make_tokens("s", 4 * turn), TURNS[medium]).reason
+                assert restore(store, memory, make_tokens("s", 4 * turn)).blocks == 4 * turn
+            eventually(store, lambda: not [each for each in gc.get_objects() if type(each) in kinds])
+        finally:
+            gc.enable()

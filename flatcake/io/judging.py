@@ -22,6 +22,10 @@ Group = tuple[list[int], list[int]]
 """Tiles whose sums are fetched together, and the layers that are complete with the last of them."""
 
 
+def _nothing() -> None:
+    return None
+
+
 class Judging:
     """Verifies one restore, or only waves it through where checksums are off."""
 
@@ -74,10 +78,10 @@ class Judging:
             self._parts.pump.when(fetched, lambda: self._on_fetched((tiles, complete)), self)
 
     def end(self) -> None:
-        """Let the records go."""
+        """Let the records go, and who has asked: a cycle would keep all arrays of the plan for a while."""
         for record in self._records.values():
             self._parts.book.let_go(record)
-        self._records = {}
+        self._records, self._idle = {}, _nothing
 
     def _on_fetched(self, group: Group) -> None:
         self._unjudged.append(group)

@@ -108,6 +108,7 @@ class PosixEngine:
     def _work(self) -> None:
         while (task := self._next()) is not None:
             self._finish(task, *self._move(task))
+            del task  # Else its batch, and who waits for that, would live until the next one.
 
     def _next(self) -> "_Task | None":
         with self._changed:

@@ -14,7 +14,7 @@ from flatcake.io.judging import Judging
 from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
 from flatcake.io.restore import Restore
-from flatcake.io.tilebatch import TileMover, bad_pieces
+from flatcake.io.tilebatch import Move, bad_pieces, tile_mover
 from flatcake.io.tilecopy import TileCopy
 from flatcake.messages import MEDIUM, Completion, Int64Array, block_column
 from flatcake.trace import span
@@ -26,7 +26,12 @@ class Reading:
     """Moves one restore's tiles."""
 
     def __init__(
-        self, parts: Parts, restore: Restore, work: Work, report: Callable[[Completion], None], slots_max: int
+        self,
+        parts: Parts,
+        restore: Restore,
+        work: Work,
+        report: "Callable[[Reading, Completion], None]",
+        slots_max: int,
     ) -> None:
         self._parts, self._restore, self._report, self._slots_max = parts, restore, report, slots_max
         self._work, self._plan, self._tiles = work, work.plan, work.tiles
@@ -47,7 +52,7 @@ class Reading:
         self._early: dict[int, Callable[[], None]] = {}
         """Tiles that have been read before that."""
         self._copy: TileCopy
-        self._mover: TileMover
+        self._move: Move
 
     def start(self, pages: Int64Array, after: Event) -> None:
         """Begin; `after` is waited for on the device before the first scatter."""
@@ -58,7 +63,7 @@ class Reading:
         self._has_started = True
         parts.restores_active += 1
         self._stream = parts.take_stream()
-        self._mover = TileMover(parts, self._tiles, write=False)
+        self._move = tile_mover(parts, self._tiles, write=False)
         self._judging.start(self._stream)
         self._advance()  # The media are at work while the rest is made.
         if not self._is_ending:  # Else it was dropped meanwhile, or has no tile.
@@ -131,6 +136,7 @@ class Reading:
         self._count(self._restore.settle())
         try:
             self._report(
+                self,
                 Completion(
                     plan_id=self._plan.plan_id,
                     rank=self._parts.rank,
@@ -138,7 +144,7 @@ class Reading:
                     first_bad_block=self._restore.first_bad,
                     reason=self._restore.reason,
                     damaged_blocks=tuple(sorted(self._restore.damaged)),
-                )
+                ),
             )
         finally:
             self._restore.end()
@@ -168,7 +174,7 @@ class Reading:
             tile = self._next_tile
             self._next_tile += 1
             self._in_flight += 1
-            self._mover.move(tile, slot, self._on_read)
+            self._move(tile, slot, self._on_read)
         if not self._in_flight:
             self.end_if_idle()
 

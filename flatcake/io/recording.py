@@ -19,13 +19,14 @@ from flatcake.messages import FIRST_SLOT, Plan
 class Recording:
     """Writes the records of one save."""
 
-    def __init__(self, parts: Parts, plan: Plan, then: Callable[[str], None]) -> None:
-        self._parts, self._then = parts, then
+    def __init__(self, parts: Parts, plan: Plan) -> None:
+        self._parts = parts
         self.runs: dict[ExtentRef, list[list[int]]] = {}
         """The plan's runs of each extent, as rows of `Runs`."""
         for row in plan.runs.table.tolist():
             self.runs.setdefault(ExtentRef(*row[:FIRST_SLOT]), []).append(row)
         self._sums: npt.NDArray[np.uint64]
+        self._then: Callable[[str], None]
         self._new: list[ExtentRef] = []
         self._held: list[Record] = []
         self._waiting = 0
@@ -49,10 +50,10 @@ class Recording:
         self._new = []
         self._held += [book.hold(book.find(ref) or book.blank(ref)) for ref in new]
 
-    def start(self, sums: npt.NDArray[np.uint64]) -> None:
+    def start(self, sums: npt.NDArray[np.uint64], then: Callable[[str], None]) -> None:
         """Write `sums`, uint64 [blocks of the request, layers]; `then` is called once with a reason, empty if all went
         well."""
-        self._sums = sums
+        self._sums, self._then = sums, then
         self._waiting = len(self.runs)
         for ref in self.runs:
             self._parts.record_turns.enter(ref, lambda ref=ref: self._fetch(ref))  # type: ignore[misc]
@@ -102,4 +103,6 @@ class Recording:
         self._parts.record_turns.leave(ref)
         self._waiting -= 1
         if not self._waiting:
-            self._then(self._error)
+            then = self._then
+            del self._then  # Which has this.
+            then(self._error)

@@ -21,16 +21,24 @@ Answer = Callable[[int, Buffer, list[Result], Sequence[Event]], None]
 """Told the tile, its slot, a result for each read or write, and the points after which what was read is in the slot."""
 
 
-class TileMover:
-    """Moves the tiles of one plan between the media and slots, all in one direction."""
+Move = Callable[[int, Buffer, Answer], None]
+"""Starts all transfers of a tile between the media and a slot; the answer comes on the pump's thread."""
 
-    def __init__(self, parts: Parts, tiles: TilePlan, *, write: bool) -> None:
-        media = sorted(set(tiles.reads[:, 0].tolist()))
-        self._shares = [_Share(parts, tiles, Medium(medium), write=write) for medium in media]
-        self.move: Callable[[int, Buffer, Answer], None] = self._shares[0].move if len(media) == 1 else self._move
-        """Start all transfers of a tile, `move(tile, slot, answer)`; `answer` comes on the pump's thread."""
 
-    def _move(self, tile: int, slot: Buffer, answer: Answer) -> None:
+def tile_mover(parts: Parts, tiles: TilePlan, *, write: bool) -> Move:
+    """What moves the tiles of one plan, all in one direction."""
+    media = sorted(set(tiles.reads[:, 0].tolist()))
+    shares = [_Share(parts, tiles, Medium(medium), write=write) for medium in media]
+    return shares[0].move if len(shares) == 1 else _Joint(shares).move
+
+
+class _Joint:
+    """Moves tiles that several media have a share in."""
+
+    def __init__(self, shares: "list[_Share]") -> None:
+        self._shares = shares
+
+    def move(self, tile: int, slot: Buffer, answer: Answer) -> None:
         shares = [share for share in self._shares if share.has(tile)]
         if len(shares) == 1:
             shares[0].move(tile, slot, answer)

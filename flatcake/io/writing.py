@@ -17,7 +17,7 @@ from flatcake.io.parts import Parts
 from flatcake.io.pieces import Work
 from flatcake.io.recording import Recording
 from flatcake.io.save import Save
-from flatcake.io.tilebatch import TileMover, bad_pieces
+from flatcake.io.tilebatch import Move, bad_pieces, tile_mover
 from flatcake.io.tilecopy import TileCopy
 from flatcake.kernels.checksum import finish
 from flatcake.messages import Completion, Int64Array
@@ -30,12 +30,12 @@ FETCHES = 2
 class Writing:
     """Moves one save's tiles."""
 
-    def __init__(self, parts: Parts, save: Save, work: Work, report: Callable[[Completion], None]) -> None:
+    def __init__(self, parts: Parts, save: Save, work: Work, report: "Callable[[Writing, Completion], None]") -> None:
         self._parts, self._save, self._work, self._report = parts, save, work, report
         self._next_tile = 0
         self._in_flight = 0
         self._last_gather: Event = NOW
-        self._recording = Recording(parts, work.plan, self._on_recorded)
+        self._recording = Recording(parts, work.plan)
         self._is_recording = False
         self._is_over = False
         self._bad_block: int | None = None
@@ -102,11 +102,11 @@ class Writing:
             self._end()
         elif self._next_tile == self._work.tiles.tiles and self._has_sums:
             self._is_recording = True
-            self._recording.start(self._sums)
+            self._recording.start(self._sums, self._on_recorded)
 
     @cached_property
-    def _mover(self) -> TileMover:
-        return TileMover(self._parts, self._work.tiles, write=True)
+    def _move(self) -> Move:
+        return tile_mover(self._parts, self._work.tiles, write=True)
 
     def _gather(self, slot: Buffer) -> None:
         tile = self._next_tile
@@ -122,7 +122,7 @@ class Writing:
         left = self._work.tiles.tiles - self._next_tile
         if not left:
             self._save.note_reusable(event)
-        assert self._mover  # The first is gathered meanwhile.
+        _ = self._move  # The first is gathered meanwhile.
         self._parts.pump.when(event, lambda: self._on_gathered(tile, slot), self)
         if left < FETCHES:
             self._fetch_sums()
@@ -133,7 +133,7 @@ class Writing:
         self._parts.pump.when(self._parts.device.record(self._stream), lambda: self._release(slot), self)
 
     def _on_gathered(self, tile: int, slot: Buffer) -> None:
-        self._mover.move(tile, slot, self._on_written)
+        self._move(tile, slot, self._on_written)
 
     def _on_written(self, tile: int, slot: Buffer, results: list[Result], _: Sequence[Event]) -> None:
         if results != self._work.whole[tile]:
@@ -195,4 +195,4 @@ class Writing:
             self._parts.streams.append(self._stream)
         if self._reason:
             self._parts.counts[f"saves failed: {self._reason}"] += 1
-        self._report(self._parts.completion(self._work.plan.plan_id, self._bad_block, self._reason))
+        self._report(self, self._parts.completion(self._work.plan.plan_id, self._bad_block, self._reason))

@@ -71,7 +71,7 @@ def test_the_first_reads_wait_for_no_table_of_pieces(medium: Medium) -> None:
         )
         watched = Watched(io.engine, work)
         parts.media = {**parts.media, medium: io._replace(engine=watched)}  # type: ignore[arg-type]
-        reading = Reading(parts, handle, work, store.catalog.finish, parts.window.slots)
+        reading = Reading(parts, handle, work, lambda _, done: store.catalog.finish(done), parts.window.slots)
         pages = np.arange(12).reshape(6, 2)
         parts.pump.post(lambda: reading.start(pages, DoneEvent()))
         assert handle.result().blocks == 6 and handle.layer_verified == [True] * parts.lanes.layer_count
@@ -144,7 +144,7 @@ def begin(store: Store, tokens: Pages, pages: Pages, kind: type[Pieces]) -> tupl
     work, layers = Odd(plan, make_tiles(plan.runs, parts.lanes, parts.limits), parts.lanes, parts.layout), LAYERS
     work.kind = kind
     handle = Restore(parts.device, parts.clock, work.tiles, blocks=len(plan.keys), block_tokens=8, layers=layers)
-    reading = Reading(parts, handle, work, store.catalog.finish, parts.window.slots)
+    reading = Reading(parts, handle, work, lambda _, done: store.catalog.finish(done), parts.window.slots)
     handle.on_drop = lambda: parts.pump.post(reading.on_dropped)
     table = pages.reshape(-1, 2)
     parts.pump.post(lambda: reading.start(table, DoneEvent()))
