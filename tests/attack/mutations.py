@@ -224,7 +224,7 @@ MUTATIONS = (
     mutation(
         "a save reports before its records are written",
         "io/writing.py",
-        "self._recording.start(self._sums)",
+        "self._recording.start(self._sums, self._on_recorded)",
         "self._end()",
         f"{_DATAPLANE}::test_records_are_read_back_from_their_medium",
     ),
