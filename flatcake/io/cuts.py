@@ -58,7 +58,8 @@ def cut_tiles(
     # Looking at an element of a list is quick, making one is not: worth it while there are few segments a tile.
     arrays = stops, stops - sizes, pieces, heads
     columns: Any = [array.tolist() for array in arrays] if count < _LIST_MAX else arrays
-    second_layer = int(segments[:, 1].searchsorted(segments[0, 1], "right"))
+    others = segments[:, 1] != segments[0, 1]
+    second_layer = int(others.argmax()) if others[-1] else count
     tile_bytes = min(slot_bytes, max(first_tile_bytes, slot_bytes // 2, int(stops[-1]) // _TILES_MIN))
     cuts = _walk(columns, second_layer, first_tile_bytes, tile_bytes)
     return np.array(cuts, np.int64).reshape(-1, 2)

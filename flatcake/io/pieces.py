@@ -105,7 +105,7 @@ class Work:
 
     @cached_property
     def tile_layers(self) -> list[range]:
-        """Per tile: the layers that it has something of."""
+        """Per tile: the layers from the first to the last that it has something of."""
         ends: list[int] = (self.tiles.tile_last_layer + 1).tolist()
         return list(map(range, self.tiles.tile_first_layer.tolist(), ends))
 

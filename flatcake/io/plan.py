@@ -5,7 +5,8 @@ Read path:  index -> catalog -> [plan] -> window -> kernels.scatter -> event
 
 Runs are sorted by address once per request.  Extents never overlap, so that order holds in every layer and
 the other layers follow by arithmetic.  Per layer, neighbours are merged over holes smaller than
-`gap_bytes_limit`; all layers, one after another, are then cut in tiles, each as full as whole pieces make it.
+`gap_bytes_limit`.  Where an extent's lanes are short, a few layers of it are read at once, lane after lane.  All
+layers, one after another or a few at once, are then cut in tiles, each as full as whole pieces make it.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,15 @@ from flatcake.errors import PlanError
 from flatcake.io.cuts import cut_segments, cut_tiles
 from flatcake.layout import LaneTable
 from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, MEDIUM, ROOM, Int64Array, Runs
+from flatcake.units import MiB
 
 Flags = npt.NDArray[np.bool_]
 Wanted = Flags
+
+_READ_BYTES = 8 * MiB
+"""Media gain nothing from longer reads."""
+_GROUPS_MIN = 8
+"""So many parts of its layers a restore delivers one after another, that a model may begin on the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,9 @@ class TilePlan:
     tile_segments: Int64Array
     """int64 [tiles + 1]: the same for segments."""
     tile_first_layer: Int64Array
+    """int64 [tiles]: the lowest layer of each."""
     tile_last_layer: Int64Array
+    """int64 [tiles]: the highest; it need not have something of all between."""
 
     @property
     def tiles(self) -> int:
@@ -97,12 +106,14 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
         table = _split(table, read_bytes_max // piece_bytes_max)
     starts, ends = _ranges(table, lanes)
     opens = _read_breaks(table, starts, ends, limits)
-    ranges = _segments(table, starts), np.tile(table[:, MEDIUM], len(starts)), ends.ravel(), opens.ravel()
+    kept = None
     if wanted is not None:
         kept = wanted[:, table[:, FIRST_BLOCK]]
         opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
-        rows = np.flatnonzero(kept)
-        ranges = ranges[0][rows], ranges[1][rows], ranges[2][rows], opens.ravel()[rows]
+    rows = _order(table, lanes, limits, kept, opens)
+    ranges = _segments(table, starts), np.tile(table[:, MEDIUM], len(starts)), ends.ravel(), opens.ravel()
+    if rows is not None:
+        ranges = ranges[0][rows], ranges[1][rows], ranges[2][rows], ranges[3][rows]
     return _tile(*ranges, lanes, limits)
 
 
@@ -184,6 +195,32 @@ def _cap_reads(opens: Flags, starts: Int64Array, ends: Int64Array, read_bytes_ma
                 opens[at], read_start = True, int(starts[at])
 
 
+def _order(
+    table: Int64Array, lanes: LaneTable, limits: PlanLimits, kept: Flags | None, opens: Flags
+) -> Int64Array | None:
+    """Which of all ranges, [layers, ranges] in one row, are read and in which order; None for all, layer by layer.
+
+    The first layer comes alone, that it is ready early.  Of the others so many come at once as make a read of an
+    extent's lanes, one behind the other, long enough.  In place, ranges that begin such a read open one.
+    """
+    layers, count = opens.shape
+    whole = table[table[:, BLOCKS] == table[:, ROOM], BLOCKS]  # Others have a hole behind each lane.
+    at_once = 1
+    if len(whole) and limits.slot_bytes <= limits.read_bytes_max:
+        read_bytes = min(_READ_BYTES, limits.slot_bytes)
+        at_once = min(layers // _GROUPS_MIN, int(read_bytes / (whole.mean() * lanes.piece_bytes_max)))
+    if at_once < 2:
+        return None if kept is None else kept.ravel().nonzero()[0]
+    extents = np.ones(count, np.bool_)
+    extents[1:] = (table[1:, BASE] != table[:-1, BASE]) | (table[1:, MEDIUM] != table[:-1, MEDIUM])
+    opens[:, extents] = True
+    first = 0 if kept is None else int(kept.any(axis=1).argmax())
+    groups = (np.arange(layers) - first - 1) // at_once
+    places = groups[:, None] * count + extents.cumsum()
+    order: Int64Array = places.ravel().argsort(kind="stable")  # So layers and ranges of one place stay in order.
+    return order if kept is None else order[kept.ravel()[order]]
+
+
 def _tile(
     segments: Int64Array, media: Int64Array, ends: Int64Array, opens: Flags, lanes: LaneTable, limits: PlanLimits
 ) -> TilePlan:
@@ -218,8 +255,8 @@ def _tile(
         segment_read=segment_read,
         tile_reads=tile_reads,
         tile_segments=tile_segments,
-        tile_first_layer=segments[tile_segments[:-1], 1],
-        tile_last_layer=segments[tile_segments[1:] - 1, 1],
+        tile_first_layer=np.minimum.reduceat(segments[:, 1], tile_segments[:-1]),
+        tile_last_layer=np.maximum.reduceat(segments[:, 1], tile_segments[:-1]),
     )
 
 

@@ -11,7 +11,7 @@ from flatcake.errors import PlanError
 from flatcake.gva import Medium
 from flatcake.io.plan import PlanLimits, TilePlan, Wanted, make_tiles
 from flatcake.layout import LaneTable
-from flatcake.messages import BLOCKS, FIRST_BLOCK, RUN_COLUMNS, Runs
+from flatcake.messages import BLOCKS, FIRST_BLOCK, RUN_COLUMNS, Int64Array, Runs
 from flatcake.units import GiB, KiB, MiB
 from tests.builders import make_geometry, make_limits
 
@@ -38,6 +38,15 @@ def piece_places(table: Runs, lanes: LaneTable) -> dict[tuple[int, int], tuple[i
     return places
 
 
+def assert_layers_come_in_order(layers: Int64Array, count: int) -> None:
+    """An eighth of all may come at once, but not the first."""
+    at_once, places = max(1, count // 8), [np.flatnonzero(layers == layer) for layer in np.unique(layers)]
+    for number, mine in enumerate(places):
+        step = at_once if number else 1
+        for later in places[number + step :]:
+            assert mine.max() < later.min()
+
+
 def assert_plan_is_right(
     plan: TilePlan, table: Runs, lanes: LaneTable, limits: PlanLimits, kept: Wanted | None = None
 ) -> None:
@@ -53,7 +62,7 @@ def assert_plan_is_right(
             assert (layer, first + nth) not in found, "a piece is in two segments"
             found[layer, first + nth] = medium, start + offset - in_slot + nth * piece
     assert found == places
-    assert [segment[1] for segment in segments] == sorted(segment[1] for segment in segments)
+    assert_layers_come_in_order(plan.segments[:, 1], lanes.layer_count)
     assert sorted(set(plan.segment_read.tolist())) == list(range(len(reads))), "a read without a segment"
 
     for medium, start, size, _ in reads:
@@ -93,7 +102,7 @@ def assert_plan_is_right(
 def requests(draw: st.DrawFn) -> tuple[Runs, LaneTable, PlanLimits]:
     """Runs cut out of extents on both media, in shuffled order, blocks of the request dealt out in any order."""
     sizes = draw(st.lists(st.sampled_from([4 * KiB, 8 * KiB, 20 * KiB, 64 * KiB]), min_size=1, max_size=4))
-    lanes = lane_table(*sizes)
+    lanes = lane_table(*sizes * draw(st.sampled_from([1, 1, 1, 6])))
     file_bytes = draw(st.sampled_from([2 * MiB, 4 * MiB, 8 * MiB]))
     pieces: list[list[int]] = []
     for medium in Medium:
@@ -102,7 +111,7 @@ def requests(draw: st.DrawFn) -> tuple[Runs, LaneTable, PlanLimits]:
             room = draw(st.integers(1, min(12, lanes.room_blocks(file_bytes))))
             if base // file_bytes != (base + lanes.extent_bytes(room) - 1) // file_bytes:
                 base = (base // file_bytes + 1) * file_bytes
-            slot = draw(st.integers(0, room - 1))
+            slot = draw(st.integers(0, room - 1)) if draw(st.booleans()) else 0
             while slot < room:
                 blocks = draw(st.integers(1, room - slot))
                 pieces.append([int(medium), base, room, 1, slot, blocks, 0])
@@ -291,3 +300,57 @@ def test_full_lanes_of_one_extent_are_one_read_a_tile() -> None:
     assert len(partly.reads) == 8, "a hole in each lane"
     small = make_limits(read_bytes_max=16 * KiB, slot_bytes=64 * KiB, first_tile_bytes=64 * KiB)
     assert int(make_tiles(runs((1, 0, 4, 1, 0, 4, 0)), lanes, small).reads[:, 2].max()) == 16 * KiB
+
+
+EXTENTS = [(1, extent * 16 * MiB, 2, extent + 1, 0, 2, 2 * extent) for extent in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "slot_kib", "reads"),
+    [
+        (33, 512, 4 + 4 * 8),  # Four layers at once: an eighth of all.
+        (33, 256, 4 + 4 * 16),  # Two fill a slot.
+        (33, 128, 4 * 33),
+        (15, 512, 4 * 15),  # An eighth is one.
+    ],
+)
+def test_a_few_layers_of_an_extent_are_read_at_once_where_lanes_are_short(
+    layers: int, slot_kib: int, reads: int
+) -> None:
+    lanes, slot_bytes = lane_table(*[64 * KiB] * layers), slot_kib * KiB
+    limits = make_limits(read_bytes_max=slot_bytes, slot_bytes=slot_bytes, first_tile_bytes=slot_bytes)
+    plan = make_tiles(runs(*EXTENTS), lanes, limits)
+    assert_plan_is_right(plan, runs(*EXTENTS), lanes, limits)
+    assert len(plan.reads) == reads
+    assert plan.segments[:4, 1].tolist() == [0] * 4, "the first layer comes alone"
+
+
+def test_lanes_with_room_left_are_read_layer_by_layer() -> None:
+    """There is a hole behind each, and a read runs through none between layers."""
+    lanes = lane_table(*[64 * KiB] * 32)
+    limits = make_limits(read_bytes_max=512 * KiB, slot_bytes=512 * KiB, first_tile_bytes=512 * KiB)
+    table = runs(*[(1, extent * 16 * MiB, 3, extent + 1, 0, 2, 2 * extent) for extent in range(4)])
+    plan = make_tiles(table, lanes, limits)
+    assert_plan_is_right(plan, table, lanes, limits)
+    assert len(plan.reads) == 4 * 32 and (np.diff(plan.segments[:, 1]) >= 0).all()
+    some = make_tiles(runs(*EXTENTS[:1], *table.table[1:].tolist()), lanes, limits)
+    assert len(some.reads) == 3 * 32 + 1 + 8 and plan.tiles == some.tiles
+
+
+def test_the_first_layer_that_is_wanted_comes_alone() -> None:
+    lanes = lane_table(*[64 * KiB] * 32)
+    limits = make_limits(read_bytes_max=512 * KiB, slot_bytes=512 * KiB, first_tile_bytes=512 * KiB)
+    kept = np.ones((32, 8), np.bool_)
+    kept[:3] = False
+    plan = make_tiles(runs(*EXTENTS), lanes, limits, kept)
+    assert_plan_is_right(plan, runs(*EXTENTS), lanes, limits, kept)
+    assert plan.segments[:8, 1].tolist() == [3, 3, 3, 3, 4, 5, 6, 7] and plan.tile_last_layer[0] == 3
+
+
+def test_small_neighbours_are_no_one_read_where_a_few_layers_come_at_once() -> None:
+    lanes = lane_table(*[4 * KiB] * 16)
+    limits = make_limits(gap_bytes_limit=1 * MiB, read_bytes_max=1 * MiB, slot_bytes=1 * MiB, first_tile_bytes=1 * MiB)
+    table = runs((1, 0, 1, 1, 0, 1, 0), (1, lanes.extent_bytes(1), 1, 2, 0, 1, 1))
+    plan = make_tiles(table, lanes, limits)
+    assert_plan_is_right(plan, table, lanes, limits)
+    assert plan.read_bytes == 2 * 16 * 4 * KiB
