@@ -201,12 +201,13 @@ def _order(
     """Which of all ranges, [layers, ranges] in one row, are read and in which order; None for all, layer by layer.
 
     The first layer comes alone, that it is ready early.  Of the others so many come at once as make a read of an
-    extent's lanes, one behind the other, long enough.  In place, ranges that begin such a read open one.
+    extent's lanes, one behind the other, long enough, if most blocks lie in extents of which everything is read.
+    In place, ranges that begin such a read open one.
     """
     layers, count = opens.shape
     whole = table[table[:, BLOCKS] == table[:, ROOM], BLOCKS]  # Others have a hole behind each lane.
     at_once = 1
-    if len(whole) and limits.slot_bytes <= limits.read_bytes_max:
+    if 2 * whole.sum() > table[:, BLOCKS].sum() and limits.slot_bytes <= limits.read_bytes_max:
         read_bytes = min(_READ_BYTES, limits.slot_bytes)
         at_once = min(layers // _GROUPS_MIN, int(read_bytes / (whole.mean() * lanes.piece_bytes_max)))
     if at_once < 2:
