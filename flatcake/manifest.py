@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatcake.gva import Medium
-from flatcake.messages import Int64Array, KeyArray
+from flatcake.messages import Flags, Int64Array, KeyArray
 from flatcake.wear import Wear
 
 BASE_BYTES, ROOM_BLOCKS, EXTENT_GENERATION, SLOT, COUNT = range(5)
@@ -24,7 +24,6 @@ PART_COLUMNS = 5
 GENERATION_LIMIT = 1 << 62
 SESSION_BYTES = 16
 
-Flags = npt.NDArray[np.bool_]
 
 _DIGEST_BYTES = 16
 _HEAD = struct.Struct("<16sqqqIIBB2xI16s")

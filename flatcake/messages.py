@@ -13,6 +13,7 @@ import numpy.typing as npt
 from flatcake.geometry import Geometry
 
 Int64Array = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 KeyArray = npt.NDArray[np.uint64]
 
 MEDIUM, BASE, ROOM, GENERATION, FIRST_SLOT, BLOCKS, FIRST_BLOCK = range(7)

@@ -21,12 +21,11 @@ from flatcake.manifest import (
     EXTENT_GENERATION,
     ROOM_BLOCKS,
     SLOT,
-    Flags,
     Stored,
     TurnRow,
     session_digest,
 )
-from flatcake.messages import BASE, BLOCKS, FIRST_SLOT, GENERATION, MEDIUM, ROOM, Int64Array
+from flatcake.messages import BASE, BLOCKS, FIRST_SLOT, GENERATION, MEDIUM, ROOM, Flags, Int64Array
 from flatcake.prefix import prefix_of
 from flatcake.rowcheck import Rows
 from flatcake.scopes import NEVER_NS, Scope

@@ -17,10 +17,9 @@ from flatcake.manifest import (
     GENERATION_LIMIT,
     ROOM_BLOCKS,
     SLOT,
-    Flags,
     Stored,
 )
-from flatcake.messages import Int64Array
+from flatcake.messages import Flags, Int64Array
 from flatcake.space import Space
 from flatcake.units import DIRECT_BYTES
 

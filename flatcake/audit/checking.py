@@ -25,7 +25,7 @@ from flatcake.io.tilebatch import bad_pieces
 from flatcake.io.verdict import WantedSums
 from flatcake.kernels.checksum import SUM_KIND, Sums, sum_parts
 from flatcake.layout import LaneTable
-from flatcake.manifest import BASE_BYTES, COUNT, EXTENT_GENERATION, ROOM_BLOCKS, SLOT, Flags, Stored
+from flatcake.manifest import BASE_BYTES, COUNT, EXTENT_GENERATION, ROOM_BLOCKS, SLOT, Stored
 from flatcake.messages import (
     BASE,
     BLOCKS,
@@ -34,6 +34,7 @@ from flatcake.messages import (
     GENERATION,
     MEDIUM,
     ROOM,
+    Flags,
     Int64Array,
     Plan,
     PlanKind,

@@ -15,8 +15,7 @@ from flatcake.gva import Medium
 from flatcake.io.dramdump import DUMP
 from flatcake.io.pooldir import attempt, explained
 from flatcake.io.seam import Files
-from flatcake.manifest import Flags
-from flatcake.messages import BASE, MEDIUM, Int64Array
+from flatcake.messages import BASE, MEDIUM, Flags, Int64Array
 
 _NONE = -1
 

@@ -9,8 +9,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from flatcake.manifest import Flags, Stored
-from flatcake.messages import Int64Array
+from flatcake.manifest import Stored
+from flatcake.messages import Flags, Int64Array
 
 
 class Outcome(StrEnum):

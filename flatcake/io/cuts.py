@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from flatcake.messages import Int64Array
-
-Flags = npt.NDArray[np.bool_]
+from flatcake.messages import Flags, Int64Array
 
 _GROWTH = 2
 _TILES_MIN = 20

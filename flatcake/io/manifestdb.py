@@ -21,13 +21,13 @@ from flatcake.io.salvage import Row, is_sound
 from flatcake.io.seam import Files
 from flatcake.manifest import (
     GENERATION_LIMIT,
-    Flags,
     State,
     Stored,
     TurnRow,
     decode_rows,
     encode_row,
 )
+from flatcake.messages import Flags
 from flatcake.tenancy import Tenancy, Used, completed, read_tenancy
 from flatcake.wear import Wear
 

@@ -6,7 +6,8 @@ Nothing is executed here but the look at a row that is to be trimmed.
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-from flatcake.manifest import Flags, State, encode_state, trim_row
+from flatcake.manifest import State, encode_state, trim_row
+from flatcake.messages import Flags
 from flatcake.tenancy import ABOUT_NUMBER, STATE_NUMBER, TENANT_NUMBER, WEAR_NUMBER
 from flatcake.wear import Wear, encode_wear
 

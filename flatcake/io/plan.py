@@ -12,21 +12,14 @@ layers, one after another or a few at once, are then cut in tiles, each as full 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from flatcake.errors import PlanError
 from flatcake.io.cuts import cut_segments, cut_tiles
+from flatcake.io.order import READ_BYTES, read_order
 from flatcake.layout import LaneTable
-from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, MEDIUM, ROOM, Int64Array, Runs
-from flatcake.units import MiB
+from flatcake.messages import BASE, BLOCKS, FIRST_BLOCK, FIRST_SLOT, MEDIUM, ROOM, Flags, Int64Array, Runs
 
-Flags = npt.NDArray[np.bool_]
 Wanted = Flags
-
-_READ_BYTES = 8 * MiB
-"""Media gain nothing from longer reads."""
-_GROUPS_MIN = 8
-"""So many parts of its layers a restore delivers one after another, that a model may begin on the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +103,8 @@ def make_tiles(runs: Runs, lanes: LaneTable, limits: PlanLimits, wanted: Wanted 
     if wanted is not None:
         kept = wanted[:, table[:, FIRST_BLOCK]]
         opens[:, 1:] |= ~kept[:, :-1]  # No read goes on behind what is not wanted, so none begins with it.
-    rows = _order(table, lanes, limits, kept, opens)
+    joins = limits.slot_bytes <= limits.read_bytes_max  # Else no read runs on into the next lane.
+    rows = read_order(table, lanes, min(READ_BYTES, limits.slot_bytes) if joins else 0, kept, opens)
     ranges = _segments(table, starts), np.tile(table[:, MEDIUM], len(starts)), ends.ravel(), opens.ravel()
     if rows is not None:
         ranges = ranges[0][rows], ranges[1][rows], ranges[2][rows], ranges[3][rows]
@@ -193,33 +187,6 @@ def _cap_reads(opens: Flags, starts: Int64Array, ends: Int64Array, read_bytes_ma
         for at in range(int(firsts[group]) + 1, int(lasts[group]) + 1):
             if int(ends[at]) - read_start > read_bytes_max:
                 opens[at], read_start = True, int(starts[at])
-
-
-def _order(
-    table: Int64Array, lanes: LaneTable, limits: PlanLimits, kept: Flags | None, opens: Flags
-) -> Int64Array | None:
-    """Which of all ranges, [layers, ranges] in one row, are read and in which order; None for all, layer by layer.
-
-    The first layer comes alone, that it is ready early.  Of the others so many come at once as make a read of an
-    extent's lanes, one behind the other, long enough, if most blocks lie in extents of which everything is read.
-    In place, ranges that begin such a read open one.
-    """
-    layers, count = opens.shape
-    whole = table[table[:, BLOCKS] == table[:, ROOM], BLOCKS]  # Others have a hole behind each lane.
-    at_once = 1
-    if 2 * whole.sum() > table[:, BLOCKS].sum() and limits.slot_bytes <= limits.read_bytes_max:
-        read_bytes = min(_READ_BYTES, limits.slot_bytes)
-        at_once = min(layers // _GROUPS_MIN, int(read_bytes / (whole.mean() * lanes.piece_bytes_max)))
-    if at_once < 2:
-        return None if kept is None else kept.ravel().nonzero()[0]
-    extents = np.ones(count, np.bool_)
-    extents[1:] = (table[1:, BASE] != table[:-1, BASE]) | (table[1:, MEDIUM] != table[:-1, MEDIUM])
-    opens[:, extents] = True
-    first = 0 if kept is None else int(kept.any(axis=1).argmax())
-    groups = (np.arange(layers) - first - 1) // at_once
-    places = groups[:, None] * count + extents.cumsum()
-    order: Int64Array = places.ravel().argsort(kind="stable")  # So layers and ranges of one place stay in order.
-    return order if kept is None else order[kept.ravel()[order]]
 
 
 def _tile(

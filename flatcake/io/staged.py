@@ -138,8 +138,10 @@ class StagedEngine:
         is_queued, event = self._copy(slot.address, buffer.address, spans(transfers, results), self._upwards)
         if not is_queued:  # What was queued before is on its way to the slot all the same.
             results = [Result(0, errno.EIO)] * len(transfers)
-        self._reads.give_back(buffer, event)  # The next read begins, and this tile's scatter comes after it.
-        done(results, event)
+        try:
+            done(results, event)
+        finally:  # Not before: `close` believes that what has a buffer has not been answered.
+            self._reads.give_back(buffer, event)
 
     def _write(self, batch: Staged, buffer: Buffer) -> None:
         transfers, slot, done = batch
@@ -157,8 +159,10 @@ class StagedEngine:
         self._inner.write(transfers, buffer, partial(self._on_written, done, buffer))
 
     def _on_written(self, done: Done, buffer: Buffer, results: list[Result], _: Event) -> None:
-        self._writes.give_back(buffer)
-        done(results, NOW)
+        try:
+            done(results, NOW)
+        finally:
+            self._writes.give_back(buffer)
 
     def _copy(self, target: int, source: int, moved: Sequence[Span], stream: Stream) -> tuple[bool, Event]:
         """Queue copies of spans from one address to another: whether the device took all, and the end of those."""

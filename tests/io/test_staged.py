@@ -1,5 +1,6 @@
 """The staged engine: the contract over posix and memory, the ring, stream order, faults, closing."""
 
+import contextlib
 import errno
 import threading
 from pathlib import Path
@@ -273,3 +274,27 @@ def test_staged_posix_keeps_contract_on_a_gpu(check, tmp_path: Path) -> None:
     assert engine.close(CLOSE_NS) and pump.close(CLOSE_NS)
     for fd in fds:
         files.close(fd)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_no_close_is_clean_while_somebody_is_being_answered(verb: str) -> None:
+    at, closed = Setup(manual=False), list[bool]()
+    answer = Answer()
+
+    def done(results: list[Result], ready: Any) -> None:
+        closed.append(at.engine.close(0))
+        answer(results, ready)
+
+    getattr(at.engine, verb)(BATCH, gpu_buffer(8 * PAGE), done)
+    assert closed == [False] and answer.calls == [whole(BATCH)]
+    assert at.engine.close(CLOSE_NS)
+
+
+def test_a_batch_is_answered_though_the_next_one_cannot_be_started() -> None:
+    at, answer = Setup(manual=False), Answer()
+    at.inner.inject(Fault(kind="delay"))
+    at.engine.read(BATCH, gpu_buffer(8 * PAGE), answer)
+    at.engine.read([Transfer(5, 0, PAGE, 0)], gpu_buffer(8 * PAGE), Answer())  # There is no such file.
+    with contextlib.suppress(AssertionError):
+        at.inner.release()
+    assert answer.calls == [whole(BATCH)]
