@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flatcake.errors import CapacityError
 from flatcake.io.device import NOW, PIN_CHUNK_BYTES, Device, Event, Stream, When, end_of
-from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
+from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse, whole
 from flatcake.io.seam import ByteArray, Files
 from flatcake.units import format_bytes
 
@@ -161,7 +161,7 @@ class ArenaEngine:
                     here, there = base + buffer_offset + start - offset_bytes, arena + start
                     target, source = (here, there) if is_read else (there, here)
                     self._device.copy(target, source, end - start, stream)
-                results.append(Result(fits_bytes, 0 if fits_bytes == size_bytes else errno.EIO))
+                results.append(whole(size_bytes) if fits_bytes == size_bytes else Result(fits_bytes, errno.EIO))
             return results, self._device.record(stream)
         except RuntimeError as error:  # A device that has failed; its error stays until the process ends.
             log.error("copies of %d ranges of the DRAM arena failed: %s", len(batch), error)

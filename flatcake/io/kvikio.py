@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from flatcake.io.device import When
-from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse
+from flatcake.io.engine import Buffer, Done, Result, Transfer, answer, check_batch, refuse, whole
 from flatcake.io.seam import ByteArray
 from flatcake.units import MiB
 
@@ -215,7 +215,7 @@ class _Batch:
                 except Exception as error:
                     log.debug("a transfer of %d bytes failed: %s", size_bytes, error)
             is_whole = moved_bytes == size_bytes
-            found.append(Result(size_bytes, 0) if is_whole else Result(min(moved_bytes, size_bytes), errno.EIO))
+            found.append(whole(size_bytes) if is_whole else Result(min(moved_bytes, size_bytes), errno.EIO))
         self._parts.clear()
         return found
 
