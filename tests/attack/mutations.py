@@ -361,4 +361,20 @@ MUTATIONS = (
         "os.O_CLOEXEC",
         f"{_ATTACK}/test_ownership.py::test_what_is_no_file_of_ours_is_refused_and_kept",
     ),
+    mutation(
+        "a buffer is given back before its batch is answered",
+        "io/staged.py",
+        "        try:\n            done(results, event)\n"
+        "        finally:  # Not before: `close` believes that what has a buffer has not been answered.\n"
+        "            self._reads.give_back(buffer, event)\n",
+        "        self._reads.give_back(buffer, event)\n        done(results, event)\n",
+        "tests/io/test_staged.py::test_no_close_is_clean_while_somebody_is_being_answered",
+    ),
+    mutation(
+        "a read runs on from extent to extent where layers come at once",
+        "io/order.py",
+        "opens[:, extents] = True",
+        "opens[:, 0] = True",
+        "tests/io/test_plan.py::test_small_neighbours_are_no_one_read_where_a_few_layers_come_at_once",
+    ),
 )
