@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from torch import Tensor
 
 from flatcake.assemble import open_store
 from flatcake.clock import Clock
 from flatcake.config import CapacityConfig, IOConfig, LayoutConfig, RetentionConfig, StoreConfig, TimeoutConfig
-from flatcake.gva import Medium
+from flatcake.gva import Medium, decode_array
 from flatcake.io.memory import MemoryEngine
 from flatcake.io.paged import PagedKV
 from flatcake.io.parts import MediumIO
@@ -39,6 +40,8 @@ ONE_SHOT = Turn()
 """Rule 4: SSD."""
 CHAT = Turn(index=2, prior_reply_tokens=1)
 """Rule 3: DRAM."""
+MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
+"""For tests of either medium."""
 TURNS = {Medium.SSD: ONE_SHOT, Medium.DRAM: CHAT}
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -231,6 +234,24 @@ def memory_engine(store: Store, medium: Medium) -> MemoryEngine:
         engine = MemoryEngine(1, store.catalog.space.tables[medium].ranges.size_bytes)
         parts.media = {**parts.media, medium: MediumIO(engine, engine, lambda offset: (0, offset))}
     return engine
+
+
+def piece_at(store: Store, tokens: Pages, block: int, layer: int) -> tuple[Medium, int]:
+    """The medium and the offset of one piece."""
+    gva = store.catalog.space.index.lookup(store.keys(tokens))[block : block + 1]
+    media, _, offsets = decode_array(gva)
+    table = store.catalog.space.tables[Medium(int(media[0]))]
+    extent = table.at(int(offsets[0]))
+    assert extent is not None
+    lanes = table.lanes.lane_offsets(np.array([extent.room_blocks]))[:, 0]
+    slot = table.slot_of(extent, int(offsets[0]))
+    return Medium(int(media[0])), extent.base_bytes + int(lanes[layer]) + slot * int(table.lanes.piece_bytes[layer])
+
+
+def flip(engine: MemoryEngine, offset_bytes: int) -> None:
+    """Invert one bit on the medium."""
+    size_bytes = len(engine.files[0])
+    engine.files[offset_bytes // size_bytes][offset_bytes % size_bytes] ^= 1
 
 
 def make_tokens(name: str | int, blocks: int, block_tokens: int = 8, more: int = 0) -> Pages:

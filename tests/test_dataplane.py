@@ -15,7 +15,7 @@ import pytest
 from flatcake.clock import ManualClock
 from flatcake.gva import Medium, decode_array
 from flatcake.io.device import CpuDevice, Event, Stream
-from flatcake.io.memory import Fault, MemoryEngine
+from flatcake.io.memory import Fault
 from flatcake.io.records import SUM_KIND_NONE, Record, RecordBook
 from flatcake.io.restore import Restore
 from flatcake.io.seam import Files
@@ -28,6 +28,7 @@ from flatcake.units import SECOND
 from tests.fakes import FaultyFiles
 from tests.stores import (
     CHAT,
+    MEDIA,
     TURNS,
     WAIT_NS,
     WAIT_S,
@@ -37,17 +38,18 @@ from tests.stores import (
     check,
     eventually,
     fence,
+    flip,
     make_config,
     make_store,
     make_tokens,
     memory_engine,
+    piece_at,
     restore,
     save,
     shuffled,
     simple_layout,
 )
 
-MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 PIECE = 4096
 AGENT = Turn(index=2, prior_reply_tokens=100_000)
 """Rule 2: SSD."""
@@ -65,18 +67,6 @@ def store(memory: Memory):
         check(opened)
 
 
-def piece_at(store: Store, tokens: Pages, block: int, layer: int) -> tuple[Medium, int]:
-    """The medium and the offset of one piece."""
-    gva = store.catalog.space.index.lookup(store.keys(tokens))[block : block + 1]
-    media, _, offsets = decode_array(gva)
-    table = store.catalog.space.tables[Medium(int(media[0]))]
-    extent = table.at(int(offsets[0]))
-    assert extent is not None
-    lanes = table.lanes.lane_offsets(np.array([extent.room_blocks]))[:, 0]
-    slot = table.slot_of(extent, int(offsets[0]))
-    return Medium(int(media[0])), extent.base_bytes + int(lanes[layer]) + slot * int(table.lanes.piece_bytes[layer])
-
-
 def record_at(store: Store, tokens: Pages, block: int, layer: int) -> int:
     """The offset of one checksum in the record of its extent."""
     media, _, offsets = decode_array(store.catalog.space.index.lookup(store.keys(tokens))[block : block + 1])
@@ -92,12 +82,6 @@ def forget_records(store: Store) -> None:
     parts = store.plane.parts
     kind = SUM_KIND if parts.verify else SUM_KIND_NONE
     parts.book = RecordBook(parts.lanes, parts.layout, sum_kind=kind, bytes_max=1)
-
-
-def flip(engine: MemoryEngine, offset_bytes: int) -> None:
-    """Invert one bit on the medium."""
-    size_bytes = len(engine.files[0])
-    engine.files[offset_bytes // size_bytes][offset_bytes % size_bytes] ^= 1
 
 
 def used_bytes(store: Store) -> dict[str, int]:

@@ -5,17 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatcake.gva import Medium, decode_array
+from flatcake.gva import Medium
 from flatcake.io.memory import Fault
 from flatcake.store import Store
 from tests.stores import (
+    MEDIA,
     TURNS,
     Memory,
     check,
+    flip,
     make_config,
     make_store,
     make_tokens,
     memory_engine,
+    piece_at,
     restore,
     save,
     shuffled,
@@ -24,9 +27,9 @@ from tests.stores import (
 
 LAYERS, TURN_BLOCKS, COUNT = 33, 2, 5
 BLOCKS = TURN_BLOCKS * COUNT
-SLOT_BYTES = 16 * 4096
+PIECE = 4096
+SLOT_BYTES = 16 * PIECE
 """Two blocks of four layers are half a slot."""
-MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 
 
 @pytest.fixture
@@ -105,12 +108,7 @@ def test_a_flipped_bit_fails_its_block_and_its_layer(memory: Memory, medium: Med
     with opened(memory) as store:
         engine = memory_engine(store, medium)
         tokens = fill(store, memory, medium)
-        size_bytes = len(engine.files[0])
-        offset = int(decode_array(store.catalog.space.index.lookup(store.keys(tokens)))[2][block])
-        extent = store.catalog.space.tables[medium].at(offset)
-        assert extent is not None
-        offset += layer * extent.room_blocks * 4096  # Pieces of all layers have one page.
-        engine.files[offset // size_bytes][offset % size_bytes] ^= 1
+        flip(engine, piece_at(store, tokens, block, layer)[1])
         with store.lease(store.match(tokens)) as lease:
             reading = store.restore(lease, shuffled(memory, BLOCKS))
             assert not reading.wait_layer(layer, verified=True)
@@ -123,7 +121,7 @@ def test_a_bad_read_delivers_the_blocks_before_it(memory: Memory, medium: Medium
     with opened(memory) as store:
         engine = memory_engine(store, medium)
         tokens = fill(store, memory, medium)
-        engine.inject(Fault(kind="short", verb="read", first=first, moved_bytes=4096, error=0))
+        engine.inject(Fault(kind="short", verb="read", first=first, moved_bytes=PIECE, error=0))
         found = restore(store, memory, tokens)
         assert found.blocks < BLOCKS and "read failed" in found.reason
         engine.heal()

@@ -15,6 +15,7 @@ from flatcake.layout import RECORD_HEADER_BYTES
 from flatcake.store import Store
 from flatcake.units import DIRECT_BYTES
 from tests.stores import (
+    MEDIA,
     TURNS,
     Memory,
     Pages,
@@ -29,7 +30,6 @@ from tests.stores import (
     simple_layout,
 )
 
-MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 BLOCKS = 2
 STRIDE = 1 if "FLATCAKE_NIGHTLY" in os.environ else 23
 """Of the bytes of pieces every so manyth is flipped, all in the long form; of the record every one always."""

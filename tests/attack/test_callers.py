@@ -20,6 +20,7 @@ from flatcake.placement import Decision, TurnSignals
 from flatcake.store import Store
 from flatcake.units import SECOND
 from tests.stores import (
+    MEDIA,
     TURNS,
     WAIT_S,
     Memory,
@@ -35,7 +36,6 @@ from tests.stores import (
     simple_layout,
 )
 
-MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 STORM = 10_000 if "FLATCAKE_NIGHTLY" in os.environ else 2_000
 
 

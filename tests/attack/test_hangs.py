@@ -20,6 +20,7 @@ from flatcake.units import MS, SECOND
 from tests.fakes import FakeCuda, FakeKvikio
 from tests.io.contract import PAGE
 from tests.stores import (
+    MEDIA,
     TURNS,
     WAIT_S,
     Memory,
@@ -35,7 +36,6 @@ from tests.stores import (
     simple_layout,
 )
 
-MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 REGION = 12
 """Pages of one restore."""
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from flatcake.gva import Medium
 from flatcake.io.device import CpuDevice, DoneEvent, Event, Stream
@@ -12,6 +11,7 @@ from flatcake.io.engine import Buffer, Done, Engine, Transfer
 from flatcake.io.seam import Files
 from flatcake.store import Store
 from tests.stores import (
+    MEDIA,
     TURNS,
     WAIT_S,
     Memory,
@@ -23,8 +23,6 @@ from tests.stores import (
     save,
     simple_layout,
 )
-
-MEDIA = pytest.mark.parametrize("medium", list(Medium), ids=lambda medium: medium.name.lower())
 
 
 class Mark(DoneEvent):
