@@ -14,18 +14,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-import bench_scatter
 import bench_tile
 import torch
+from bench_scatter import PAGES_KIB
 from common import append_rows, device_name
-from gpu_cases import concurrent_case, matmul_case, restore_case, save_case, spin_case, turns_case
+from gpu_cases import concurrent_case, matmul_case, restore_case, save_case, scatter_case, spin_case, turns_case
 from gpu_store import DEVICE, GQA, MLA, WIDE_MLA
 
-from flatcake.kernels.kvtable import Tuning
-from flatcake.units import KiB, MiB
-
-PAGES_KIB = (4, 16, 32, 64, 128, 512)
-TILE_RESTORES = 31
+from flatcake.units import KiB
 
 
 def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]:
@@ -52,20 +48,10 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
         "save 32k dram": lambda: save_case(fast, rounds, 32_768, dram=True),
         "save 8k dram": lambda: save_case(fast, rounds, 8_192, dram=True),
         "save 8k disk": lambda: save_case(args.disk, rounds, 8_192),
-        "python of a tile, files": lambda: bench_tile.measure(GQA, 32_768, TILE_RESTORES, dram=False),
-        "python of a tile, dram": lambda: bench_tile.measure(GQA, 32_768, TILE_RESTORES, dram=True),
+        "python of a tile, files": lambda: bench_tile.measure(GQA, 32_768, bench_tile.ROUNDS, dram=False),
+        "python of a tile, dram": lambda: bench_tile.measure(GQA, 32_768, bench_tile.ROUNDS, dram=True),
         **{f"scatter, pages of {kib} KiB": partial(scatter_case, kib * KiB, 3 * rounds) for kib in PAGES_KIB},
     }
-
-
-def scatter_case(page_bytes: int, rounds: int) -> dict[str, float]:
-    """Kernels against a device copy of 1 GiB."""
-    sizes = bench_scatter.Sizes(
-        page_bytes=page_bytes, row_bytes=page_bytes, slot_bytes=64 * MiB, slots=16, components=2
-    )
-    setup = bench_scatter.Setup(sizes, Tuning(), 0, DEVICE)
-    rows = bench_scatter.measure(setup, rounds, True, "", ("", ""))
-    return {f"{row.provider.strip()} of_copy": row.ratio for row in rows}
 
 
 def main() -> int:

@@ -32,6 +32,8 @@ from flatcake.kernels.kvtable import KVTable, Tuning
 from flatcake.kernels.scatter import scatter_pieces
 from flatcake.units import KiB, MiB
 
+PAGES_KIB = (4, 16, 32, 64, 128, 512)
+SLOT_MIB, SLOTS, COMPONENTS = 64, 16, 2
 Provider = Callable[[int], object]
 """Moves the slot of this number."""
 
@@ -217,11 +219,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = Tuning()
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pages-kib", type=float, nargs="*", default=[4, 16, 32, 64, 128, 512])
+    parser.add_argument("--pages-kib", type=float, nargs="*", default=PAGES_KIB)
     parser.add_argument("--row-bytes", type=int, nargs="*", default=[576, 656, 132], help="strided rows, 64 a page")
-    parser.add_argument("--components", type=int, default=2)
-    parser.add_argument("--slot-mib", type=float, default=64, help="bytes of one launch")
-    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--components", type=int, default=COMPONENTS)
+    parser.add_argument("--slot-mib", type=float, default=SLOT_MIB, help="bytes of one launch")
+    parser.add_argument("--slots", type=int, default=SLOTS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tile-units", type=int, nargs="+", default=[defaults.tile_units])
     parser.add_argument("--steps", type=int, nargs="+", default=[defaults.steps])

@@ -30,6 +30,8 @@ from flatcake.io.sizing import GPU_SLOT_BYTES, size_ring
 from flatcake.io.staged import StagedEngine
 from flatcake.units import MiB
 
+ROUNDS = 31
+
 
 class Untouched(Files):
     """Memory that the system has promised and not given yet."""
@@ -156,7 +158,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--smoke", action="store_true", help="few tokens")
     parser.add_argument("--record", action="store_true", help="append rows to profiles/results")
-    parser.add_argument("--rounds", type=int, default=31, help="restores behind each median")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="restores behind each median")
     args = parser.parse_args()
     sizes = (
         {"gqa": (GQA, 1_024), "mla-fp8": (MLA, 1_024)}

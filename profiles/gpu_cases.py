@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
+import bench_scatter
 import numpy as np
 import torch
 from gpu_store import (
@@ -26,6 +27,7 @@ from gpu_store import (
 )
 
 import flatcake
+from flatcake.kernels.kvtable import Tuning
 from flatcake.units import DIRECT_BYTES, GiB, MiB, align_up
 
 
@@ -250,3 +252,17 @@ def save_case(root: str, rounds: int, tokens: int, *, dram: bool = False) -> dic
         figures["write_gb_s"] = rate["write"]
         figures["to_write"] = rate["save"] / rate["write"]
     return figures
+
+
+def scatter_case(page_bytes: int, rounds: int) -> dict[str, float]:
+    """Kernels against a device copy of 1 GiB."""
+    sizes = bench_scatter.Sizes(
+        page_bytes=page_bytes,
+        row_bytes=page_bytes,
+        slot_bytes=bench_scatter.SLOT_MIB * MiB,
+        slots=bench_scatter.SLOTS,
+        components=bench_scatter.COMPONENTS,
+    )
+    setup = bench_scatter.Setup(sizes, Tuning(), 0, DEVICE)
+    rows = bench_scatter.measure(setup, rounds, True, "", ("", ""))
+    return {f"{row.provider.strip()} of_copy": row.ratio for row in rows}

@@ -97,7 +97,7 @@ class Pump:
 
     def watch(self, event: Point, handler: Handler) -> None:
         """Run `handler` on the pump's thread once `event` has been reached.  From any thread."""
-        if threading.get_ident() == self._ident:
+        if self.on_thread():
             self.when(event, handler)
         else:
             self.post(lambda: self.when(event, handler))

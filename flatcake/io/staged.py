@@ -131,7 +131,8 @@ class StagedEngine:
             ring.put((transfers, slot, done))
 
     def _read(self, batch: Staged, buffer: Buffer) -> None:
-        self._inner.read(batch[0], buffer, partial(self._on_read, batch, buffer))
+        transfers, _, _ = batch
+        self._inner.read(transfers, buffer, partial(self._on_read, batch, buffer))
 
     def _on_read(self, batch: Staged, buffer: Buffer, results: list[Result], _: Event) -> None:
         transfers, slot, done = batch

@@ -19,8 +19,6 @@ from flatcake.messages import Int64Array
 
 Answer = Callable[[int, Buffer, list[Result], Sequence[Event]], None]
 """Told the tile, its slot, a result for each read or write, and the points after which what was read is in the slot."""
-
-
 Move = Callable[[int, Buffer, Answer], None]
 """Starts all transfers of a tile between the media and a slot; the answer comes on the pump's thread."""
 
