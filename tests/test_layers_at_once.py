@@ -13,6 +13,7 @@ from tests.stores import (
     TURNS,
     Memory,
     check,
+    eventually,
     flip,
     make_config,
     make_store,
@@ -87,9 +88,11 @@ def test_layers_are_ready_in_order_and_each_is_right_when_it_is(memory: Memory, 
         match = store.match(tokens)
         pages = shuffled(memory, BLOCKS)
         memory.fill(3)
-        engine.inject(Fault(kind="delay", verb="read", batches=None))
+        engine.inject(Fault(kind="delay", verb="read", first=1, batches=None))
         with store.lease(match) as lease:
             reading = store.restore(lease, pages)
+            eventually(store, lambda: reading.layer_event[0] is not None)
+            assert reading.layer_event[1:] == [None] * (LAYERS - 1), "the first tile is the first layer, and no more"
             ready: list[int] = []
             for layer in range(LAYERS):
                 while reading.layer_event[layer] is None:
